@@ -34,6 +34,10 @@ TEXT_OPTIONS = (  # how train_file and dataset_name are read
     *("validation_file", "dataset_config_name", "dataset_revision", "dataset_split", "text_column_name"),
     *("document_separator", "validation_split_percentage", "skip_bad_files", "parse_special_tokens"),
 )
+ONLY_OF_THE_HUB = (
+    "--streaming is for a --dataset_name of the Hub that does not fit on the disk; omit it: text on this machine is "
+    "prepared once, and takes two bytes a token"
+)
 MAPPINGS = {  # the options that are dictionaries, with an example for messages
     "config_overrides": "n_layer=4,n_embd=128",
     "lr_scheduler_kwargs": "min_lr_rate=0.1",
@@ -129,17 +133,17 @@ class TrainConfig:
     dataset_revision: str | None = _field(None, "Branch, tag or commit of a Hub dataset. Default: the newest.")
     dataset_split: str = _field("train", "Split of dataset_name that holds the training documents.")
     document_separator: str | None = _field(None, r"Separates documents within .txt files, e.g. '\n\n'.")
-    skip_bad_files: bool = _field(False, "Skip and count lines and rows that cannot be read instead of stopping.")
+    skip_bad_files: bool = _field(False, "Skip and count rows that cannot be read instead of stopping.")
     parse_special_tokens: bool = _field(False, "Encode the tokenizer's special tokens in a text as their ids.")
     preprocessing_num_workers: int | None = _field(None, "Processes that tokenize. Default: one per core.", at_least=1)
     text_column_name: list[str] | None = _field(
-        None, "Column that holds the text, or one for each kind of file: csv=body jsonl=content. Default: text."
+        None, "Column that holds the text; of several, the first that a row has. Default: text."
     )
     validation_split_percentage: float = _field(5.0, "Percentage of documents to hold out for validation.")
     tokenizer_name: str | None = _field(None, "Tokenizer folder or Hub id. Default: train one on the training text.")
     tokenizer_vocab_size: int | None = _field(None, "Size of the tokenizer to train, at least 257.", at_least=257)
     cache_dir: str = _field("runs/data", "Folder for datasets prepared from train_file or dataset_name.")
-    streaming: bool = _field(False, "Tokenize and pack the text during training instead of preparing it first.")
+    streaming: bool = _field(False, "Tokenize a dataset of the Hub during training instead of preparing it first.")
     block_size: int = _field(1024, "Tokens per row (sequence length).", at_least=1)
     data_placement: Literal["mmap", "ram", "device"] = _field("mmap", "Read packed rows from file, RAM or device.")
     dataloader_num_workers: int = _field(0, "Processes that build batches; 0 uses the main process.", at_least=0)
@@ -380,7 +384,7 @@ def check_rules(config: TrainConfig) -> None:
         changed = [name for name in TEXT_OPTIONS if getattr(config, name) != OPTIONS[name].default]
         reason = "cannot be combined with --dataset_dir, whose text is already prepared"
         require(not changed, f"--{', --'.join(changed)} {reason}")
-        require(not config.streaming, "--streaming requires --train_file or --dataset_name, not --dataset_dir")
+        require(not config.streaming, "--streaming requires --dataset_name, not --dataset_dir")
     elif not config.tokenizer_name and not config.tokenizer_vocab_size:
         how = "--tokenizer_name DIR_OR_ID (GPT-2's: openai-community/gpt2), or --tokenizer_vocab_size N to train one"
         raise UserError(f"preparing text requires {how}")
@@ -391,6 +395,7 @@ def check_rules(config: TrainConfig) -> None:
         expected = f"one number of at least 0 for each --dataset_dir ({count}), not all of them 0"
         require(is_valid, f"--dataset_weights must be {expected}; got {' '.join(map(str, weights))}")
     if config.streaming:
+        require(config.train_file is None, ONLY_OF_THE_HUB)
         default = config.data_placement == "mmap" and not config.dataloader_num_workers
         require(default, "--streaming builds batches itself; remove --data_placement and --dataloader_num_workers")
         known = config.num_train_epochs is None

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from datasets import load_from_disk
 from torch.nn import functional as F
 from transformers import AttentionInterface, AutoModelForCausalLM, GPT2Config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -58,8 +57,14 @@ def main() -> None:
         sys.exit(__doc__)
     directory = Path(sys.argv[1])
     metadata = json.loads((directory / "metadata.json").read_text())
-    tokens = load_from_disk(str(directory / "train")).data["input_ids"]  # memory-mapped
-    num_rows = (len(tokens) - 1) // BLOCK_SIZE
+    files = [
+        np.memmap(directory / name, metadata["files"][name]["type"], "r", start, (count,))
+        for name, start, count in metadata["splits"]["train"]["stretches"]
+    ]
+    counts = [(len(ids) - 1) // BLOCK_SIZE for ids in files]  # of rows; the rest of a file is not used
+    file_of_row = np.repeat(np.arange(len(files)), counts)
+    row_starts = np.concatenate([np.arange(count) * BLOCK_SIZE for count in counts])
+    num_rows = len(row_starts)
     steps_per_epoch = num_rows // (MICRO_BATCH * GRAD_ACCUM)
     if steps_per_epoch == 0:
         sys.exit(f"{directory} has {num_rows} rows, but one step takes {MICRO_BATCH * GRAD_ACCUM}; prepare more text")
@@ -97,12 +102,13 @@ def main() -> None:
     started_at = time.perf_counter()
     for step in range(MAX_STEPS):
         if step % steps_per_epoch == 0:
-            order = torch.randperm(num_rows) * BLOCK_SIZE  # where each row starts
+            order = torch.randperm(num_rows).numpy()
         step_loss = torch.zeros((), device=device)
         for micro_step in range(GRAD_ACCUM):
             first = (step % steps_per_epoch * GRAD_ACCUM + micro_step) * MICRO_BATCH
-            rows = [tokens[i : i + BLOCK_SIZE + 1].to_numpy() for i in order[first : first + MICRO_BATCH].tolist()]
-            batch = torch.from_numpy(np.stack(rows)).long()
+            chosen = order[first : first + MICRO_BATCH]
+            rows = [files[file_of_row[i]][row_starts[i] : row_starts[i] + BLOCK_SIZE + 1] for i in chosen]
+            batch = torch.from_numpy(np.stack(rows).astype(np.int64))
             batch = batch.pin_memory() if device.type == "cuda" else batch
             batch = batch.to(device, non_blocking=True)  # from pinned memory, the host does not wait for the copy
             # A GPU without bf16 units would need fp16 and a GradScaler.

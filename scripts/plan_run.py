@@ -40,7 +40,7 @@ from transformers import PreTrainedConfig
 
 from recipe.command_line import load_config, load_yaml
 from recipe.config import DATA_SOURCES, STANDARD_LIBRARY, TrainConfig, is_missing, write_config
-from recipe.data.packed import id_dtype
+from recipe.data.tokens import id_type_of
 from recipe.environment import count_cpus, describe_device
 from recipe.errors import UserError, run_main, short_reason
 from recipe.hardware.accelerator import find_machine, measure_open
@@ -256,7 +256,7 @@ def show(
     step_seconds = config.tokens_per_step * flops / (args.mfu * flops_per_second) if flops_per_second else 0
     hours = step_seconds * (config.max_steps or 0) / 3600  # of GPUs
     ms = 1000 * step_seconds / args.num_gpus
-    data_bytes = num_tokens * np.dtype(id_dtype(model_config.vocab_size)).itemsize
+    data_bytes = num_tokens * np.dtype(id_type_of(model_config.vocab_size)).itemsize
     if args.json:
         values = {
             **{"parameters": num_parameters, "tokens_per_step": config.tokens_per_step, "tokens": num_tokens},

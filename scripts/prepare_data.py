@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from recipe.arguments import CommandLine, as_path, shell_command
 from recipe.config import SPLITS, TEXT_OPTIONS
-from recipe.data.packed import id_dtype, read_metadata
+from recipe.data.packed import list_stretches, read_metadata
 from recipe.data.prepare import prepare_dataset
 from recipe.data.source import source_from
-from recipe.data.tokenizer import TextTokenizer, open_tokenizer, read_tokenizer, special_tokens, without_template
+from recipe.data.tokenizer import load_tokenizer, without_template
 from recipe.errors import UserError, run_main
 from recipe.progress import unfailing_output
 
@@ -56,7 +57,7 @@ def main() -> None:
         how = "for a new model (scripts/train_tokenizer.py creates one), or --model_name_or_path to fine-tune one"
         raise UserError(f"pass --tokenizer_name, a folder or Hub id, {how}")
     source = source_from(args)
-    tokenizer = read_tokenizer(args.tokenizer_name or args.model_name_or_path)
+    tokenizer = load_tokenizer(args.tokenizer_name or args.model_name_or_path)
     metadata = prepare_dataset(
         source,
         args.output_dir.absolute(),
@@ -76,39 +77,35 @@ def main() -> None:
 
 def print_contents(directory: Path, metadata: dict[str, Any]) -> None:
     """Print what a dataset holds, and the beginning of its training text."""
-    splits, vocab_size = metadata["splits"], metadata["vocab_size"]
+    splits = metadata["splits"]
     rows: list[tuple[str, ...]] = [("", *SPLITS)]
     for label, value in (
         ("documents", lambda split: f"{split['documents']:,}"),
         ("tokens", lambda split: f"{split['tokens']:,}"),
-        ("bytes per token", describe_bytes),
-        ("unknown tokens", lambda split: f"{split.get('unknown', 0) / split['tokens']:.2%}"),
+        ("bytes per token of text", describe_bytes),
+        ("unknown tokens", lambda split: f"{split['unknown'] / split['tokens']:.2%}"),
         ("rows of 1,024 tokens", lambda split: f"{(split['tokens'] - 1) // 1024:,}"),
-        ("share of the vocabulary in use", lambda split: f"{split['used_ids'] / vocab_size:.1%}"),
     ):
         rows.append((label, *(value(splits[split]) for split in SPLITS)))
     for label, *columns in rows:
         print(f"{label:32}" + "".join(f"{column:>16}" for column in columns))
-    tokenizer = open_tokenizer(directory / "tokenizer")
-    chunks = splits["train"]["chunks"]
-    for number in sorted({third * len(chunks) // 3 for third in range(3)}):
-        name, offset, num_ids = chunks[number]
-        ids = np.fromfile(directory / "train" / name, id_dtype(vocab_size), min(80, num_ids), offset=offset)
-        print(f"{name}: {show_ids(tokenizer, ids.tolist())}"[:80])
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer" / "tokenizer.json"))
+    stretches = list_stretches(directory, metadata, "train")
+    for number in sorted({third * len(stretches) // 3 for third in range(3)}):
+        path, id_type, start, count = stretches[number]
+        ids = np.fromfile(path, id_type, min(80, count), offset=start)
+        print(f"{Path(path).name}: {show_ids(tokenizer, ids.tolist())}"[:80])
 
 
 def describe_bytes(counts: dict[str, Any]) -> str:
-    if counts["bytes"] is None:
-        return "-"
-    return f"{counts['bytes'] / max(1, counts['tokens'] - counts['documents']):.2f}"
+    return "-" if counts["bytes"] is None else f"{counts['bytes'] / max(1, counts['text_tokens']):.2f}"
 
 
-def show_ids(tokenizer: TextTokenizer, ids: list[int]) -> str:
+def show_ids(tokenizer: Tokenizer, ids: list[int]) -> str:
     """Return text in quotes. Special tokens, which are ids of their own, stay outside the quotes."""
-    decode, special = tokenizer.backend_tokenizer.decode, special_tokens(tokenizer)
-    special_ids = {tokenizer.backend_tokenizer.token_to_id(token) for token in special}
-    parts = [(key, list(group)) for key, group in itertools.groupby(ids, special_ids.__contains__)]
-    shown = [decode(part, skip_special_tokens=False) for _, part in parts]
+    special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    parts = [(key, list(group)) for key, group in itertools.groupby(ids, special.__contains__)]
+    shown = [tokenizer.decode(part, skip_special_tokens=False) for _, part in parts]
     return " ".join(text if key else repr(text) for (key, _), text in zip(parts, shown, strict=True))
 
 

@@ -9,7 +9,7 @@ from recipe.arguments import CommandLine, shell_command
 from recipe.config import TEXT_OPTIONS
 from recipe.data.read import list_units, read_train_texts
 from recipe.data.source import source_from
-from recipe.data.tokenizer import describe_vocabulary, train_tokenizer
+from recipe.data.tokenizer import describe_vocabulary, save_tokenizer, train_tokenizer
 from recipe.errors import UserError, run_main
 
 
@@ -31,7 +31,7 @@ def main() -> None:
         raise UserError(f"{args.output_dir} is not empty; choose another folder")
     source = source_from(args)
     tokenizer = train_tokenizer(read_train_texts(source, list_units(source)), args.vocab_size)
-    tokenizer.save_pretrained(args.output_dir)
+    save_tokenizer(tokenizer, args.output_dir)
     print(f"trained a byte-level BPE of {describe_vocabulary(tokenizer, args.vocab_size)}")
     print(f"use it with {shell_command(tokenizer_name=args.output_dir)}")
 

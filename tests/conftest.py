@@ -30,7 +30,7 @@ from recipe.data import source as source_module
 from recipe.data.packed import open_packed_dataset
 from recipe.data.prepare import prepare_dataset
 from recipe.data.source import TextSource
-from recipe.data.tokenizer import read_tokenizer, train_tokenizer
+from recipe.data.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -124,14 +124,14 @@ def jsonl_file(tmp_path_factory, documents) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer_dir(tmp_path_factory, documents) -> Path:
     directory = tmp_path_factory.mktemp("tokenizer")
-    train_tokenizer(documents, VOCAB_SIZE).save_pretrained(directory)
+    save_tokenizer(train_tokenizer(documents, VOCAB_SIZE), directory)
     return directory
 
 
 @pytest.fixture(scope="session")
 def dataset_dir(tmp_path_factory, jsonl_file, tokenizer_dir) -> Path:
     directory = tmp_path_factory.mktemp("packed") / "dataset"
-    prepare_dataset(TextSource(train_files=(str(jsonl_file),)), directory, read_tokenizer(str(tokenizer_dir)))
+    prepare_dataset(TextSource(train_files=(str(jsonl_file),)), directory, load_tokenizer(str(tokenizer_dir)))
     return directory
 
 
@@ -140,7 +140,7 @@ def other(tmp_path_factory, tokenizer_dir) -> Path:
     """A second, smaller dataset of the same tokenizer, whose text is in a.jsonl beside it."""
     folder = tmp_path_factory.mktemp("other")
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in make_documents(60, seed=7)))
-    prepare_dataset(TextSource((str(folder / "a.jsonl"),)), folder / "other", read_tokenizer(str(tokenizer_dir)))
+    prepare_dataset(TextSource((str(folder / "a.jsonl"),)), folder / "other", load_tokenizer(str(tokenizer_dir)))
     return folder / "other"
 
 

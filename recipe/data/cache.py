@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from recipe.arguments import shell_command
-from recipe.config import TrainConfig
+from recipe.config import ONLY_OF_THE_HUB, TrainConfig
 from recipe.data.mixture import open_datasets
 from recipe.data.packed import PackedDataset, encoding_of, read_metadata
 from recipe.data.prepare import fingerprint_of, inputs_of, is_made_from, prepare_dataset, say
 from recipe.data.source import TextSource, name_of_text, source_from
-from recipe.data.tokenizer import read_tokenizer, tokenizer_sha256, without_template
+from recipe.data.tokenizer import added_ids, load_tokenizer, tokenizer_sha256, without_template
 from recipe.errors import UserError
 
-HEAD_BYTES = 50_000_000  # prepared before streaming, for the tokenizer and the validation rows
+HEAD_UNITS = 4  # prepared before streaming, for the tokenizer and the validation rows
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,18 @@ def prepare_text(config: TrainConfig, model: str | Path | None = None, known: Kn
     if model is not None and config.tokenizer_name == config.model_name_or_path:
         config = dataclasses.replace(config, tokenizer_name=str(model))
     source = source_from(config) if config.dataset_dir is None else None
-    max_bytes = HEAD_BYTES if config.streaming else None
+    num_units = HEAD_UNITS if config.streaming else None
+    if source is not None and config.streaming and not source.is_on_hub:
+        raise UserError(f"{source.name} is not a dataset of the Hub; {ONLY_OF_THE_HUB}")
     if source is not None and known is not None and not config.tokenizer_name:
-        inputs = inputs_of(source, None, config.tokenizer_vocab_size, max_bytes)
-        is_same = content_of(cached_directory(config, source, inputs)) == known.content_sha256
-        if not is_same and fingerprint_of(inputs) != known.streamed_text:
+        is_same = False
+        if not source.is_tokenized:
+            inputs = inputs_of(source, None, config.tokenizer_vocab_size, num_units)
+            is_same = content_of(cached_directory(config, source, inputs)) == known.content_sha256
+            is_same = is_same or fingerprint_of(inputs) == known.streamed_text
+        if not is_same:
             config = dataclasses.replace(config, tokenizer_name=str(known.checkpoint))
-    tokenizer = read_tokenizer(config.tokenizer_name) if config.tokenizer_name else None
+    tokenizer = load_tokenizer(config.tokenizer_name) if config.tokenizer_name else None
     if source is None:
         directories = config.dataset_dir or []
         if tokenizer is not None:
@@ -61,15 +66,16 @@ def prepare_text(config: TrainConfig, model: str | Path | None = None, known: Kn
                         remedy = f"prepare it with {option}, the model's tokenizer"
                     made = f"was made with another tokenizer than {config.tokenizer_name}"
                     raise UserError(f"{directory} {made}; {remedy}")
-                if model is not None and tokenizer.prefix != encoding_of(metadata)["document_prefix"]:
+                if model is not None and added_ids(tokenizer)[0] != encoding_of(metadata)["document_prefix"]:
                     remedy = f"prepare it with {shell_command(model_name_or_path=config.model_name_or_path)}"
                     say(f"warning: {directory} does not begin its documents as the model expects; {remedy}")
         return [Path(directory) for directory in directories]
     if tokenizer is not None and model is None:
         tokenizer = without_template(tokenizer)
-    inputs = inputs_of(source, tokenizer, config.tokenizer_vocab_size, max_bytes)
+    source = source.for_tokenizer(tokenizer)
+    inputs = inputs_of(source, tokenizer, config.tokenizer_vocab_size, num_units)
     directory = cached_directory(config, source, inputs)
-    if max_bytes:
+    if num_units:
         say("streaming: preparing only a part of the text, for validation")
     prepare_dataset(
         source,
@@ -78,7 +84,7 @@ def prepare_text(config: TrainConfig, model: str | Path | None = None, known: Kn
         config.tokenizer_vocab_size,
         overwrite=True,  # the name says what it holds, so what cannot be opened is damaged
         num_workers=config.preprocessing_num_workers,
-        max_bytes=max_bytes,
+        num_units=num_units,
     )
     return [directory]
 

@@ -13,9 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recipe.config import STANDARD_LIBRARY
-from recipe.data.files import TOKENS, compression_of, kind_of
+from recipe.data.files import compression_of, kind_of
 from recipe.data.source import NUM_UNITS, SMALLEST_UNIT, TextSource
-from recipe.data.tokens import find_tokens
 from recipe.errors import UserError
 
 COMPRESSION_RATIO = 4  # bytes of text per byte of a compressed file, roughly
@@ -30,7 +29,7 @@ class HoldOut(NamedTuple):
     """Which text of a part is held out for validation.
 
     Either documents with a hash below the threshold, so that duplicates stay in one split, or the end of a file that
-    is one document or a stream of tokens.
+    is one document.
     """
 
     threshold: int = 0  # 0: none; `EVERY_HASH`: all
@@ -50,7 +49,7 @@ TRAIN, VALIDATION = HoldOut(), HoldOut(EVERY_HASH)
 
 
 class FilePart(NamedTuple):
-    """A stretch of a file: bytes of text, JSON lines or token ids; row groups of Parquet. Other files stay whole."""
+    """A stretch of a file: bytes of text or JSON lines, row groups of Parquet. Other files stay whole."""
 
     path: str
     hold_out: HoldOut
@@ -111,32 +110,30 @@ def _stretches(source: TextSource, paths: list[str], hold_out: HoldOut) -> Itera
     for path, size in zip(paths, sizes, strict=True):
         kind, part = kind_of(path), FilePart(path, hold_out)
         if kind == ".parquet":
-            yield from _row_groups(part, source.column_of(path), unit_bytes)
+            yield from _row_groups(part, source, unit_bytes)
             continue
-        is_text, start, stop, step = kind in (".txt", ".md"), 0, size, unit_bytes
-        is_document = is_text and source.document_separator is None
-        if kind == TOKENS:
-            start, stop, id_bytes = find_tokens(path, source.id_bytes)
-            step -= step % -id_bytes
-        if kind == TOKENS or (is_document and not (has_many and size <= unit_bytes)):
+        is_text = kind in (".txt", ".md")
+        if is_text and source.document_separator is None and not (has_many and size <= unit_bytes):
             part = part._replace(hold_out=of_end)
-        if compression_of(path) or not (is_text or kind in (".jsonl", TOKENS)):
+        if compression_of(path) or not (is_text or kind == ".jsonl"):
             yield part, size
             continue
-        for begin in range(start, max(start + 1, stop), step):
-            end = min(begin + step, stop)
+        for begin in range(0, max(1, size), unit_bytes):
+            end = min(begin + unit_bytes, size)
             yield part._replace(start=begin, stop=end), end - begin
 
 
-def _row_groups(part: FilePart, column: str, unit_bytes: int) -> Iterator[tuple[FilePart, int]]:
+def _row_groups(part: FilePart, source: TextSource, unit_bytes: int) -> Iterator[tuple[FilePart, int]]:
     """Yield the row groups of a Parquet file. A damaged file stays whole; reading it will say what is wrong."""
     try:
-        metadata = pq.ParquetFile(part.path).metadata
+        with open(part.path, "rb") as file:  # pyarrow takes no names that are not UTF-8
+            metadata = pq.ParquetFile(file).metadata
     except (OSError, pa.ArrowException):
         metadata = None
     if metadata is None or not metadata.num_row_groups:
         yield part, 0
         return
+    column = source.column_in(metadata.schema.to_arrow_schema().names)
     # A list's column is `ids.list.element`.
     paths = [f"{metadata.schema.column(index).path}." for index in range(metadata.num_columns)]
     columns = [index for index, path in enumerate(paths) if path.startswith(f"{column}.")]

@@ -13,12 +13,12 @@ import numpy as np
 import psutil
 from tokenizers import Tokenizer
 
-from recipe.data.tokenizer import TextTokenizer
 from recipe.errors import one_line
 
 SAMPLE_CHARACTERS = 1_000_000  # compared to choose an encoder
-SLICE_CHARACTERS = 10_000  # per comparison: tokenizers needs hundreds of bytes of memory per token
-PIECE_CHARACTERS = 1_000_000  # longer texts are encoded in pieces
+BATCH_CHARACTERS = 100_000  # encoded at a time, because tokenizers needs 110 to 150 bytes of memory per character
+SLICE_CHARACTERS = 10_000  # of the sample, so that tokenizers encodes slices on all cores
+SEAM = 100  # characters on both sides of a cut that must have the same ids with and without it
 # gigatoken 0.10 never evicts its cache (gigatoken#36): 70 MB for English, but 14 bytes per byte of text in which no
 # word repeats. When the process has grown by this much, the tokenizer starts over, which takes 0.1 s.
 CACHE_BYTES, UNCHECKED_CHARACTERS = 256 * 2**20, 8_000_000
@@ -40,29 +40,32 @@ Encode = Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]
 
 
 def choose_encoder(
-    tokenizer: TextTokenizer, sample: Sequence[str], parse_special_tokens: bool = False
-) -> tuple[str, str]:
-    """Choose the fastest encoder that returns the tokenizer's ids on a sample: (name for `build_encoder`, reason)."""
-    plain = build_encoder(tokenizer, "tokenizers", parse_special_tokens)
+    tokenizer_json: str, sample: Sequence[str], parse_special_tokens: bool = False
+) -> tuple[str, Encode, str]:
+    """Choose the fastest encoder that returns the tokenizer's ids on a sample.
+
+    Returns its name for `build_encoder`, the encoder, and the reason.
+    """
+    plain = build_encoder(tokenizer_json, "tokenizers", parse_special_tokens)
     try:
-        encode = build_encoder(tokenizer, "gigatoken", parse_special_tokens)
+        encode = build_encoder(tokenizer_json, "gigatoken", parse_special_tokens)
     except (RuntimeError, ImportError) as error:
         reason = one_line(error).partition(" Location:")[0]
-        return "tokenizers", f"tokenizers (gigatoken cannot be used: {reason})"
+        return "tokenizers", plain, f"tokenizers (gigatoken cannot be used: {reason})"
     texts, characters = [PROBE], 0
     for text in sample:
         head = text[: max(0, SAMPLE_CHARACTERS - characters)]
         texts += [head[start : start + SLICE_CHARACTERS] for start in range(0, len(head), SLICE_CHARACTERS)]
         characters += len(head)
-    for start in range(0, len(texts), 10):
-        if not all(map(np.array_equal, encode(texts[start : start + 10]), plain(texts[start : start + 10]))):
-            return "tokenizers", "tokenizers (gigatoken cannot be used: its ids differ on this text)"
-    return "gigatoken", f"gigatoken (equal to tokenizers on the first {characters / 1e6:.1f} M characters)"
+    for batch in batches(texts):
+        if not all(map(np.array_equal, encode(batch), plain(batch))):
+            return "tokenizers", plain, "tokenizers (gigatoken cannot be used: its ids differ on this text)"
+    return "gigatoken", encode, f"gigatoken (equal to tokenizers on the first {characters / 1e6:.1f} M characters)"
 
 
-def build_encoder(tokenizer: TextTokenizer, name: str, parse_special_tokens: bool = False) -> Encode:
+def build_encoder(tokenizer_json: str, name: str, parse_special_tokens: bool = False) -> Encode:
     """Return an encoder, "gigatoken" or "tokenizers". Raises `RuntimeError` or `ImportError` if it cannot be used."""
-    backend = tokenizer.backend_tokenizer
+    backend = Tokenizer.from_str(tokenizer_json)
     backend.encode_special_tokens = not parse_special_tokens
     backend.no_truncation()
     backend.no_padding()
@@ -109,33 +112,53 @@ class Gigatoken:
 
 
 def encode_documents(encode: Encode, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Encode texts of any length, the long ones in pieces. Returns the same as `encode`."""
-    pieces = [list(cut_text(text)) for text in texts]
-    ids, lengths = encode([piece for of_text in pieces for piece in of_text])
+    """Encode texts of any length, the long ones in pieces. Returns the same as `encode`, in little memory."""
+    pieces = [list(cut_text(text, encode)) for text in texts]
+    parts = [encode(batch) for batch in batches(piece for of_text in pieces for piece in of_text)]
+    ids, lengths = map(np.concatenate, zip(*parts, strict=True))
     firsts = np.cumsum([0, *map(len, pieces[:-1])])
     return ids, np.add.reduceat(lengths, firsts)
 
 
-def cut_text(text: str) -> Iterator[str]:
-    """Cut a long text. For a byte-level BPE, encoding the pieces gives the same ids as encoding the whole text."""
-    start = 0
-    while len(text) - start > PIECE_CHARACTERS:
-        cut = find_cut(text, start, start + PIECE_CHARACTERS)
-        yield text[start:cut]
-        start = cut
+def batches(texts: Iterator[str] | Sequence[str]) -> Iterator[list[str]]:
+    """Group texts into batches of about `BATCH_CHARACTERS`."""
+    batch, characters = [], 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def cut_text(text: str, encode: Encode) -> Iterator[str]:
+    """Cut a long text into pieces that have the same ids as the whole."""
+    start = end = 0
+    while len(text) - end > BATCH_CHARACTERS:
+        cut = find_cut(text, end, end + BATCH_CHARACTERS, encode)
+        end = cut or end + BATCH_CHARACTERS
+        if cut:
+            yield text[start:cut]
+            start = cut
     yield text[start:]
 
 
-def find_cut(text: str, start: int, end: int) -> int:
-    """Return the last position up to `end` where every byte-level BPE splits text in any context; else `end`.
+def find_cut(text: str, start: int, end: int, encode: Encode) -> int | None:
+    """Return the last place between two positions where this tokenizer ends a word; None if none is found.
 
-    GPT-2's pattern and its successors end a word after a line break, and before a space, if the characters on both
-    sides are not white space.
+    Most tokenizers do after a line break, and before a space, if the characters on both sides are no white space.
+    Whether this one does is tried on the text around the place.
     """
     for mark, shift in (("\n", 1), (" ", 0)):
-        position = text.rfind(mark, start + 1, end - 1)
-        while position > start:
+        position, num_tries = text.rfind(mark, start + 1, end - 1), 0
+        while position > start and num_tries < 3:
             if not text[position - 1].isspace() and not text[position + 1].isspace():
-                return position + shift
+                cut, num_tries = position + shift, num_tries + 1
+                left, right = text[max(start, cut - SEAM) : cut], text[cut : cut + SEAM]
+                ids, lengths = encode([left + right, left, right])
+                if np.array_equal(ids[: lengths[0]], ids[lengths[0] :]):
+                    return cut
             position = text.rfind(mark, start + 1, position)
-    return end
+    return None

@@ -1,22 +1,26 @@
 """Paths -> files of text: which of them are text, how they are opened, and what identifies them."""
 
+import bz2
 import contextlib
+import fnmatch
 import functools
 import glob
+import gzip
 import hashlib
 import io
 import itertools
 import json
 import lzma
 import os
+import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import pyarrow as pa
 from tqdm import tqdm
 
 from recipe.disk import file_identity, has_settled
@@ -25,11 +29,13 @@ from recipe.errors import UserError
 from recipe.progress import progress_target
 
 KINDS = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet", ".wet")
-TOKENS = ".bin"  # token ids (recipe/data/tokens.py); read only if named, because other programs use this suffix, too
+TOKENS = ".bin"  # token ids (recipe/data/tokens.py); used only if named, because other programs use this suffix, too
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 BLOCK = 2**20
 # A folder with one of these holds a run, a model, a tokenizer, a dataset or a virtual environment.
-RESULTS = {"training_config.yaml", "model.safetensors", "tokenizer_config.json", "dataset_dict.json", "pyvenv.cfg"}
+RESULTS = {"training_config.yaml", "model.safetensors", "tokenizer_config.json", "pyvenv.cfg"}
+SAVED = {"dataset_dict.json", "dataset_info.json"}  # written by `save_to_disk` of datasets
+PACKED = ("metadata.json", "tokenizer/tokenizer.json")  # a packed dataset has both
 # A clone of this project holds these besides a user's files.
 CHECKOUT = {"recipe", "scripts", "tests", "accelerate_configs", "build", "gpt2_recipe.egg-info"}
 CHECKOUT |= {"README.md", "LICENSE", "pyproject.toml"}
@@ -43,16 +49,20 @@ class Files:
     ignored: Counter = field(default_factory=Counter)
 
 
-def find_files(paths: Iterable[str], held_out: Iterable[str] = ()) -> Files:
+def find_files(paths: Iterable[str], held_out: Sequence[str] = ()) -> Files:
     """Replace folders and patterns by the supported files in them, sorted, each file once.
 
-    held_out: files to ignore, because they are the validation text. Raises `UserError` if nothing is left.
+    held_out: files to ignore, and copies of them, because they are the validation text. Raises `UserError` if nothing
+    is left.
     """
     files, seen, counted = Files(), {file_identity(path): "named as validation text" for path in held_out}, set()
+    sizes = {os.path.getsize(path) for path in held_out}
     for path in paths:
         if Path(path).is_file():
             names = {path: kind_of(path) and None}  # raises for an unsupported one
         elif Path(path).is_dir():
+            if option := "--dataset_dir" if is_packed(path) else "--dataset_name" * holds(path, SAVED):
+                raise UserError(f"{path} is a dataset, not a folder of text; pass it as {option}")
             names = {name: _reason(name) for name in sorted(_walk(path))}
         else:
             names = _match(path)
@@ -65,15 +75,37 @@ def find_files(paths: Iterable[str], held_out: Iterable[str] = ()) -> Files:
             hint = f"; name token ids by a pattern, such as '{Path(path, '*.bin')}'" * (TOKENS in names.values())
             raise UserError(f"there is no file of a supported kind in {path}: {kinds}{hint}")
         for name, ignored in names.items():
-            if reason := ignored or seen.get(file_identity(name)):
+            reason = ignored or seen.get(file_identity(name))
+            if compression_of(name) and os.path.splitext(name)[0] in names:
+                reason = reason or "compressed copy of a file beside it"
+            if not reason and os.path.getsize(name) in sizes and _is_copy(name, held_out):
+                reason = "copy of validation text"
+            if reason:
                 files.ignored[reason] += os.path.realpath(name) not in counted
                 counted.add(os.path.realpath(name))
             else:
                 files.paths.append(name)
                 seen[file_identity(name)] = "named twice"
     if not files.paths and files.ignored:
-        raise UserError("all files of --train_file are named as --validation_file, too")
+        raise UserError("all files of --train_file are files of --validation_file, too, or copies of them")
     return files
+
+
+def _is_copy(name: str, others: Sequence[str]) -> bool:
+    digest, *digests = digest_files([name, *others])
+    return digest in digests
+
+
+def name_splits(paths: Sequence[str]) -> str | None:
+    """Name the files whose names say that they are not for training, beside others that are; None if none is."""
+    words = [set(re.split(r"[^a-z]+", path.lower())) for path in paths]
+    others = [
+        path for path, of in zip(paths, words, strict=True) if of & {"val", "valid", "validation", "test", "dev"}
+    ]
+    if not others or not any("train" in of for of in words):
+        return None
+    names = ", ".join(others[:3]) + (", ..." if others[3:] else "")
+    return f"warning: {names} are trained on, too; name the files for training, and the others as --validation_file"
 
 
 def _walk(folder: str) -> Iterator[str]:
@@ -100,12 +132,28 @@ def _match(pattern: str) -> dict[str, str | None]:
     """Return the files that match a pattern, sorted, each with the reason why it is not read, or None."""
     base = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts))
     is_result, names = functools.cache(holds_results), {}
-    for name in sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True))):
+    for name in sorted(filter(os.path.isfile, _glob(pattern, base))):
         *below, _ = Path(name).relative_to(base).parents
         in_results = any(is_result(base / folder) for folder in below)
         kinds = (TOKENS,) if pattern.endswith(TOKENS) else KINDS
         names[name] = "of runs, models or datasets" if in_results else _reason(name, kinds)
     return names
+
+
+def _glob(pattern: str, base: Path) -> Iterable[str]:
+    """Expand a pattern below its fixed part; `**` as a folder is walked, because glob follows links in a circle."""
+    parts = Path(pattern).relative_to(base).parts
+    if "**" not in parts:
+        return glob.glob(pattern)
+    return (str(Path(name)) for name in _walk(str(base)) if _matches(Path(name).relative_to(base).parts, parts))
+
+
+def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    if not pattern or pattern[0] != "**":
+        if not (parts and pattern):
+            return not (parts or pattern)
+        return fnmatch.fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
+    return any(_matches(parts[start:], pattern[1:]) for start in range(len(parts) + 1))
 
 
 def _reason(name: str, kinds: Sequence[str] = KINDS) -> str | None:
@@ -120,7 +168,15 @@ def _reason(name: str, kinds: Sequence[str] = KINDS) -> str | None:
 
 
 def holds_results(folder: Path) -> bool:
-    return folder.resolve() == Path("runs").resolve() or any(os.path.exists(folder / name) for name in RESULTS)
+    return folder.resolve() == Path("runs").resolve() or holds(folder, RESULTS | SAVED) or is_packed(folder)
+
+
+def holds(folder: Path | str, names: Iterable[str]) -> bool:
+    return any(os.path.exists(Path(folder, name)) for name in names)
+
+
+def is_packed(folder: Path | str) -> bool:
+    return all(os.path.exists(Path(folder, name)) for name in PACKED)
 
 
 def describe_files(files: Files) -> str | None:
@@ -176,24 +232,51 @@ def read_standard_library() -> Iterator[str]:
             yield path.read_text(encoding="utf-8")
 
 
-def open_decompressed(path: str) -> io.BufferedReader | lzma.LZMAFile:
+class _Decompressed(io.RawIOBase):
+    """A compressed file in the pieces that its reader returns, so that what precedes an error is not lost."""
+
+    def __init__(self, file: Any, raw: io.FileIO) -> None:
+        self.file, self.raw = file, raw
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        data = self.file.read1(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self.file.close()
+        self.raw.close()
+        super().close()
+
+
+def open_decompressed(path: str) -> io.BufferedReader:
     """Open a file as a buffered stream of decompressed bytes."""
+    raw = io.FileIO(path)
     match compression_of(path):
         case None:
-            return io.BufferedReader(io.FileIO(path), BLOCK)
+            return io.BufferedReader(raw, BLOCK)
+        case ".gz":
+            file = gzip.GzipFile(fileobj=raw)
+        case ".bz2":
+            file = bz2.BZ2File(raw)
         case ".xz":
-            return lzma.open(path)
-        case suffix:  # pyarrow recognizes lowercase suffixes only
-            name = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}[suffix]
-            return io.BufferedReader(pa.input_stream(path, compression=name), BLOCK)
+            file = lzma.LZMAFile(raw)  # noqa: SIM115
+        case _:  # pyarrow takes no names that are not UTF-8, but open files
+            import pyarrow as pa  # not at the top, because training on a packed dataset does not need it
+
+            file = pa.input_stream(pa.PythonFile(raw), compression="zstd")
+    return io.BufferedReader(_Decompressed(file, raw), BLOCK)
 
 
 # ------------------------------------------------------------------ identity
 
 
-def identify_files(paths: list[str]) -> str:
-    """Hash the names, sizes and contents of files. Their folders and times do not matter."""
-    names = [(Path(path).name, digest) for path, digest in zip(paths, digest_files(paths), strict=True)]
+def identify_files(paths: list[str], digest: Callable[[str], str] | None = None) -> str:
+    """Hash the names, sizes and contents of files. Folders and times do not matter. digest: as for `digest_files`."""
+    names = [(Path(path).name, found) for path, found in zip(paths, digest_files(paths, digest), strict=True)]
     return hashlib.sha256(repr(names).encode()).hexdigest()
 
 
@@ -203,8 +286,10 @@ def identify_standard_library() -> str:
     return identify_files([*map(str, standard_library_files()), str(topics)])
 
 
-def digest_files(paths: list[str]) -> list[str]:
-    """Return size and hash of each file, cached by path, size and time, so that each file is read once.
+def digest_files(paths: list[str], digest: Callable[[str], str] | None = None) -> list[str]:
+    """Return size and hash of each file, cached by path, size and times, so that each file is read once.
+
+    digest: reads a file, instead of `digest_file`.
 
     A file that has just changed is not cached, because another change may show the same time.
     """
@@ -213,20 +298,19 @@ def digest_files(paths: list[str]) -> list[str]:
         cached = json.loads(cache_file.read_text())
     for path in paths:
         status = os.stat(path)
-        keys.append(f"{os.path.abspath(path)} {status.st_size} {status.st_mtime_ns}")
+        # An edit may restore the modification time, but not the time of the change.
+        keys.append(f"{os.path.abspath(path)} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}")
         if not has_settled(status):
             fresh.add(keys[-1])
     new = {key: path for key, path in zip(keys, paths, strict=True) if key not in cached or key in fresh}
     if new:
         with ThreadPoolExecutor() as threads:  # hashing releases Python's lock
             options = {"total": len(new), "desc": "hash", "unit": "file", "delay": 2, **progress_target()}
-            cached |= zip(new, tqdm(threads.map(digest_file, new.values()), **options), strict=True)
+            cached |= zip(new, tqdm(threads.map(digest or digest_file, new.values()), **options), strict=True)
         with contextlib.suppress(OSError):
             cache_file.parent.mkdir(parents=True, exist_ok=True)
             partial = cache_file.with_name(f"{cache_file.stem}-{os.getpid()}.json")
-            lasting = {
-                key: digest for key, digest in cached.items() if key not in fresh and "unreadable" not in digest
-            }
+            lasting = {key: found for key, found in cached.items() if key not in fresh and "unreadable" not in found}
             partial.write_text(json.dumps(lasting))
             os.replace(partial, cache_file)
     return [cached[key] for key in keys]

@@ -9,14 +9,22 @@ from its share by more than one half.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from recipe.config import SPLITS
-from recipe.data.packed import COUNTS, PackedDataset, PackedSplit, encoding_of, metadata_of, open_packed_dataset
+from recipe.data.packed import (
+    COUNTS,
+    PackedDataset,
+    PackedSplit,
+    add_known,
+    encoding_of,
+    metadata_of,
+    open_packed_dataset,
+)
 from recipe.disk import file_identity
 from recipe.errors import UserError
 
@@ -64,17 +72,13 @@ def mix_metadata(parts: dict[str, PackedDataset], shares: dict[str, float]) -> d
     mixture = {name: metadata_of(dataset) | {"share": shares[name]} for name, dataset in parts.items()}
     all_parts: list[dict[str, Any]] = list(mixture.values())
     used = {"train": [part for part in all_parts if part["share"] > 0], "validation": all_parts}
-    splits = {name: {key: _sum(part["splits"][name][key] for part in used[name]) for key in COUNTS} for name in SPLITS}
+    splits = {
+        name: {key: add_known(part["splits"][name][key] for part in used[name]) for key in COUNTS} for name in SPLITS
+    }
     hashes = json.dumps([part["content_sha256"] for part in all_parts])
     same = {key: all_parts[0][key] for key in ("tokenizer_sha256", "vocab_size", "eos_token_id")}
     same |= {"source": {}, "splits": splits, "mixture": mixture, "inputs": encoding_of(all_parts[0])}
     return same | {"content_sha256": hashlib.sha256(hashes.encode()).hexdigest()}
-
-
-def _sum(counts: Iterable[int | None]) -> int | None:
-    counts = list(counts)
-    known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) else None
 
 
 def order_of(dataset: PackedDataset) -> tuple[tuple[int, int], ...]:

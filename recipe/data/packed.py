@@ -1,9 +1,11 @@
 """The packed dataset on disk: a stream of token ids for each split, and metadata.
 
-    DIR/dataset_dict.json, DIR/train/, DIR/validation/   a datasets.DatasetDict: datasets.load_from_disk(DIR) opens it
-    DIR/SPLIT/00012.arrow                                the ids of unit 12, one per row
-    DIR/tokenizer/                                       the tokenizer that made them
-    DIR/metadata.json                                    counts, hashes, and where the ids are; written last
+    DIR/train-00012.bin, DIR/validation-00012.bin   the ids of unit 12, and nothing else: uint16, or uint32 for more
+                                                    than 65,536 tokens; `cat DIR/train-*.bin` is nanoGPT's train.bin
+    DIR/tokenizer/                                  the tokenizer that made them
+    DIR/metadata.json                               counts, hashes, and where the ids are; written last
+
+Token files of other programs are used in place: then the metadata name stretches of them (recipe/data/tokens.py).
 
 A split is one stream: the ids of its units, one after another. A run reads it in rows of its own block_size: row i
 holds tokens [i*T, i*T + T + 1), T = block_size. Each row starts with the last token of the previous row, so every
@@ -17,90 +19,52 @@ import functools
 import hashlib
 import itertools
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
 from recipe.config import SPLITS
-from recipe.data.tokenizer import count_token_bytes, load_saved_tokenizer, tokenizer_sha256
+from recipe.data.tokenizer import count_token_bytes, load_saved_tokenizer, text_ids, tokenizer_sha256
+from recipe.data.tokens import check_in_place
 from recipe.disk import can_map
 from recipe.errors import UserError, short_reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-FORMAT_VERSION = 6
-COUNTS = ("documents", "tokens", "bytes")  # of a split; bytes: of the text of the tokens, None if not known
-BATCH_TOKENS = 2**22  # at a time, so that a unit of any size takes little memory
+FORMAT_VERSION = 7
+# Of a split. text_tokens: without special tokens and ends of documents. bytes: of the text that they encode, as it was
+# read; None if nobody knows.
+COUNTS = ("documents", "tokens", "text_tokens", "bytes")
 
 
-class TokenWriter:
-    """Writes a stream of token ids, one per row, to an Arrow file that `datasets.load_from_disk` reads.
+class Stretch(NamedTuple):
+    """A part of a file that holds token ids."""
 
-    `chunks` says where they are in the file: [offset, number of ids] of each batch.
-    """
-
-    def __init__(self, path: Path, vocab_size: int) -> None:
-        self.path, self.dtype = path, id_dtype(vocab_size)
-        info = {"huggingface": json.dumps({"info": dataset_info(vocab_size)})}
-        self.schema = pa.schema({"input_ids": pa.from_numpy_dtype(self.dtype)}, info)
-        self.chunks, self.digest = [], hashlib.sha256()
-        self.pending, self.num_pending = [], 0
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = pa.OSFile(str(path), "wb")
-        self.stream = pa.ipc.new_stream(self.file, self.schema)
-
-    def write(self, ids: np.ndarray) -> None:
-        """Append token ids."""
-        self.pending.append(ids.astype(self.dtype, copy=False))
-        self.num_pending += len(ids)
-        if self.num_pending >= BATCH_TOKENS:
-            self._write_batch()
-
-    def _write_batch(self) -> None:
-        tokens = np.concatenate(self.pending)
-        self.pending, self.num_pending = [], 0
-        self.digest.update(tokens.data)
-        self.stream.write_batch(pa.record_batch([pa.array(tokens)], schema=self.schema))
-        # Without nulls, the ids are the last buffer of the batch, padded to a multiple of 8 bytes.
-        self.chunks.append([self.file.tell() - -(-tokens.nbytes // 8) * 8, len(tokens)])
-
-    def close(self) -> None:
-        """Write the ids that are left."""
-        if self.num_pending:
-            self._write_batch()
-        self.stream.close()
-        self.file.close()
-
-
-def dataset_info(vocab_size: int) -> dict:
-    """Describe the column as `datasets` does, without its import, which takes a second."""
-    return {"features": {"input_ids": {"dtype": np.dtype(id_dtype(vocab_size)).name, "_type": "Value"}}}
-
-
-def id_dtype(vocab_size: int) -> type:
-    """Return the type in which a dataset holds token ids."""
-    return np.uint16 if vocab_size <= 2**16 else np.int32
+    path: str
+    type: str  # of an id
+    start: int  # byte
+    count: int  # of ids
 
 
 class PackedSplit:
     """The rows of a stream of token ids, memory-mapped: only pages that are read take up memory.
 
-    torch maps the files, because pyarrow 26 makes a whole file resident and numpy keeps each file open.
+    torch maps the files, because numpy keeps each file open.
     """
 
     def __init__(
-        self, directory: Path, chunks: list[list], block_size: int, vocab_size: int, sizes: list[int] | None = None
+        self, name: str, stretches: list[Stretch], block_size: int, vocab_size: int, sizes: list[int] | None = None
     ) -> None:
-        """chunks: [file name, offset, number of ids] of each stretch of the stream.
+        """name: for messages. sizes: lengths of the streams of several datasets, one after another.
 
-        sizes: lengths of the streams of several datasets, one after another; no row has ids of two datasets.
+        No row has ids of two datasets.
         """
-        self.directory, self.where, self.block_size, self.vocab_size = directory, chunks, block_size, vocab_size
-        self.chunks = [self._map(*chunk) for chunk in chunks]  # readable also when the files are replaced
+        self.name, self.stretches, self.block_size, self.vocab_size = name, stretches, block_size, vocab_size
+        self.chunks = [map_ids(stretch) for stretch in stretches]  # readable also when the files are replaced
         self.starts = [0, *itertools.accumulate(map(len, self.chunks))]  # of the chunks in the stream
         self.sizes = sizes or [self.starts[-1]]
         self.first_tokens = np.cumsum([0, *self.sizes])
@@ -109,10 +73,9 @@ class PackedSplit:
     @classmethod
     def joined(cls, splits: list["PackedSplit"]) -> "PackedSplit":
         """Return the rows of several datasets, one after another."""
-        first = splits[0]
-        where = [[str(split.directory.absolute() / name), *place] for split in splits for name, *place in split.where]
-        names = Path(", ".join(str(split.directory) for split in splits))  # for messages; the paths in it are absolute
-        return cls(names, where, first.block_size, first.vocab_size, [split.starts[-1] for split in splits])
+        first, stretches = splits[0], [stretch for split in splits for stretch in split.stretches]
+        names = ", ".join(split.name for split in splits)
+        return cls(names, stretches, first.block_size, first.vocab_size, [split.starts[-1] for split in splits])
 
     def __len__(self) -> int:
         return int(self.first_rows[-1])
@@ -127,7 +90,7 @@ class PackedSplit:
     @property
     def num_bytes(self) -> int:
         """Size of the ids in memory."""
-        return self.starts[-1] * np.dtype(id_dtype(self.vocab_size)).itemsize
+        return sum(chunk.nbytes for chunk in self.chunks)
 
     def __getitem__(self, indices: np.ndarray) -> np.ndarray:
         """Return the rows with these indices (int64 [batch]) as int64 [batch, block_size + 1].
@@ -148,18 +111,9 @@ class PackedSplit:
 
     def check(self, ids: np.ndarray) -> None:
         """Raise `UserError` if there is an id outside the vocabulary."""
-        if ids.max() >= self.vocab_size or ids.min() < 0:
+        if ids.max() >= self.vocab_size:
             beyond = f"token id {ids.max()}, beyond its vocabulary of {self.vocab_size}"
-            raise UserError(f"{self.directory} contains {beyond}; prepare it again")
-
-    def _map(self, name: str, offset: int, num_ids: int) -> np.ndarray:
-        import torch  # not at the top, because preparing data does not need it
-
-        path, dtype = self.directory / name, np.dtype(id_dtype(self.vocab_size))
-        if not can_map(path):
-            return np.fromfile(path, dtype, num_ids, offset=offset)
-        size = offset + num_ids * dtype.itemsize
-        return torch.from_file(str(path), size=size, dtype=torch.uint8).numpy()[offset:].view(dtype)
+            raise UserError(f"{self.name} contains {beyond}; prepare it again")
 
     def in_memory(self) -> "PackedSplit":
         """Load all ids into memory, as a single chunk."""
@@ -168,7 +122,18 @@ class PackedSplit:
         return copied
 
     def __reduce__(self):  # a worker process maps the files itself
-        return PackedSplit, (self.directory, self.where, self.block_size, self.vocab_size, self.sizes)
+        return PackedSplit, (self.name, self.stretches, self.block_size, self.vocab_size, self.sizes)
+
+
+def map_ids(stretch: Stretch) -> np.ndarray:
+    """Map the ids of a part of a file into memory."""
+    import torch  # not at the top, because preparing data does not need it
+
+    path, dtype = Path(stretch.path), np.dtype(stretch.type)
+    if not can_map(path):
+        return np.fromfile(path, dtype, stretch.count, offset=stretch.start)
+    size = stretch.start + stretch.count * dtype.itemsize
+    return torch.from_file(str(path), size=size, dtype=torch.uint8).numpy()[stretch.start :].view(dtype)
 
 
 @dataclass(frozen=True)
@@ -201,14 +166,6 @@ def encoding_of(metadata: dict[str, Any]) -> dict[str, Any]:
     return {name: inputs.get(name, default) for name, default in defaults.items()}
 
 
-def token_bytes_of(dataset: Any) -> np.ndarray:
-    """From `count_token_bytes`; -1 if the ids of the validation text lack its bytes. dataset: as for `metadata_of`."""
-    counts = count_token_bytes(dataset.tokenizer)
-    if isinstance(dataset, PackedDataset) and dataset.metadata["splits"]["validation"]["bytes"] is None:
-        counts[:] = -1
-    return counts
-
-
 def metadata_of(dataset: Any) -> dict[str, Any]:
     """Return the metadata of a packed dataset with its rows; of a user's own, the rows and a hash of the first ones.
 
@@ -220,12 +177,21 @@ def metadata_of(dataset: Any) -> dict[str, Any]:
         rows = {"train": len(dataset.train), "validation": len(dataset.validation)}
         return dataset.metadata | {"splits": {name: counts[name] | {"rows": rows[name]} for name in SPLITS}}
     splits, digest = {}, hashlib.sha256()
+    token_bytes, is_text = count_token_bytes(dataset.tokenizer), text_ids(dataset.tokenizer)
     for name in SPLITS:
         split = getattr(dataset, name)
-        first = np.asarray(split[np.arange(min(8, len(split)))])
-        digest.update(first.astype(np.int64).tobytes())
-        num_tokens = len(split) * (first.shape[1] - 1)
-        splits[name] = {"documents": None, "tokens": num_tokens, "bytes": None, "rows": len(split)}
+        ids = np.asarray(split[np.arange(min(100, len(split)))])
+        digest.update(ids[:8].astype(np.int64).tobytes())
+        text_share, num_tokens = is_text[ids].mean(), len(split) * (ids.shape[1] - 1)
+        counts = {
+            "documents": None,
+            "tokens": num_tokens,
+            "text_tokens": round(text_share * num_tokens),
+            "bytes": None,
+        }
+        if token_bytes is not None:  # as in these rows
+            counts["bytes"] = round(token_bytes[ids].mean() * num_tokens)
+        splits[name] = counts | {"rows": len(split)}
     return {
         "source": {"dataset_name": "a dataset of your own"},
         "splits": splits,
@@ -235,15 +201,38 @@ def metadata_of(dataset: Any) -> dict[str, Any]:
     }
 
 
+def bytes_of_text(dataset: Any, num_text_tokens: int) -> float | None:
+    """Return the bytes of so many text tokens of a validation split, None if nobody knows. dataset: as above."""
+    counts = metadata_of(dataset)["splits"]["validation"]
+    return None if counts["bytes"] is None else num_text_tokens * counts["bytes"] / max(1, counts["text_tokens"])
+
+
+def add_known(counts: Iterable[int | None]) -> int | None:
+    """Add up counts; None if one is not known."""
+    counts = list(counts)
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
+
+
 def open_packed_dataset(directory: Path, block_size: int) -> PackedDataset:
     """Open a dataset in rows of block_size + 1 tokens. Raises `UserError` if it is damaged or a split fills no row."""
     metadata = read_metadata(directory)
     check_splits(metadata, block_size)
+    size = metadata["vocab_size"]
     train, validation = (
-        PackedSplit(directory / split, metadata["splits"][split]["chunks"], block_size, metadata["vocab_size"])
-        for split in SPLITS
+        PackedSplit(str(directory), list_stretches(directory, metadata, split), block_size, size) for split in SPLITS
     )
     return PackedDataset(directory, metadata, block_size, train, validation)
+
+
+def list_stretches(directory: Path, metadata: dict[str, Any], split: str) -> list[Stretch]:
+    """Return where the ids of a split are."""
+    files = metadata["files"]
+    stretches = metadata["splits"][split]["stretches"]
+    return [
+        Stretch(str(directory.absolute() / name), files[name]["type"], start, count)
+        for name, start, count in stretches
+    ]
 
 
 def read_metadata(directory: Path) -> dict[str, Any]:
@@ -255,16 +244,22 @@ def read_metadata(directory: Path) -> dict[str, Any]:
         raise UserError(f"{directory} is not a complete packed dataset (it has no metadata.json); {remedy}")
     try:
         metadata = json.loads((directory / "metadata.json").read_text())
-        if metadata["format_version"] != FORMAT_VERSION:
-            raise UserError(f"it has format {metadata['format_version']}, not {FORMAT_VERSION}")
-        for split in SPLITS:
-            for file, size in metadata["splits"][split]["file_bytes"].items():
-                if (actual := (directory / split / file).stat().st_size) != size:
-                    raise UserError(f"{split}/{file} has {actual} bytes instead of {size}")
+        if (version := metadata["format_version"]) != FORMAT_VERSION:
+            raise UserError(f"it has format {version}, not {FORMAT_VERSION}")
+        for name, described in metadata["files"].items():
+            if "digest" in described:  # a file of another program
+                continue
+            if Path(name).name != name:
+                raise UserError(f"{name} is not a file in it")
+            if (actual := (directory / name).stat().st_size) != described["bytes"]:
+                raise UserError(f"{name} has {actual} bytes instead of {described['bytes']}")
     except Exception as error:  # json raises various errors for damaged files
         reason = error if isinstance(error, UserError) else short_reason(error)
         remedy = "prepare it again with scripts/prepare_data.py --overwrite"
         raise UserError(f"{directory} is not a complete packed dataset ({reason}); {remedy}") from error
+    for name, described in metadata["files"].items():
+        if "digest" in described:
+            check_in_place(name, described)
     return metadata
 
 

@@ -2,58 +2,65 @@
 
 Processes tokenize units into a hidden folder inside the dataset's folder. When all units are done, the files move up,
 metadata.json last. Finished units are never repeated: a kill loses one unit per process, and the jobs of an array
-write to the same folder.
+write to the same folder. Token files of other programs are read once and used in place.
 """
 
 import contextlib
 import functools
 import hashlib
-import itertools
 import json
 import os
+import re
 import secrets
 import shutil
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from recipe.arguments import shell_command
 from recipe.config import SPLITS
 from recipe.data.cut import TRAIN, Unit
 from recipe.data.encode import SAMPLE_CHARACTERS, choose_encoder
-from recipe.data.files import describe_files, kind_of
-from recipe.data.packed import COUNTS, FORMAT_VERSION, check_splits, dataset_info, read_metadata
-from recipe.data.read import ReadReport, list_units, read_sample, read_train_texts, read_unit
+from recipe.data.files import describe_files, kind_of, name_splits
+from recipe.data.pack import Encoding, Job, UnitTokenizer, UnitWorkers
+from recipe.data.packed import COUNTS, FORMAT_VERSION, add_known, check_splits, read_metadata
+from recipe.data.read import ReadReport, list_units, read_sample, read_train_texts
 from recipe.data.source import TextSource
 from recipe.data.tokenizer import (
-    SPELLS_BYTES,
-    TextTokenizer,
+    added_ids,
+    count_ids,
     describe_vocabulary,
-    open_tokenizer,
-    special_tokens,
-    steps_of,
+    end_of_text,
+    load_tokenizer,
+    save_tokenizer,
+    spells_bytes,
     tokenizer_sha256,
     train_tokenizer,
+    unknown_id,
 )
-from recipe.data.units import Job, UnitTokenizer, UnitWorkers
+from recipe.data.tokens import Scan, in_place
 from recipe.disk import lock
 from recipe.environment import count_cpus
 from recipe.errors import UserError
 from recipe.progress import progress_target
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 TRAINED_PREFIX = "bpe "  # in the inputs, the prefix of a tokenizer that is trained on the text
 LOCK_NAME, COMPLETE_NAME, METADATA_NAME = ".lock", ".complete", "metadata.json"
-PARTS = (*SPLITS, "tokenizer", "dataset_dict.json", METADATA_NAME)  # in the order in which they move up
-HASH = "[0-9a-f]" * 12
+# What a packed dataset consists of, this format's and the earlier one's.
+PARTS = re.compile(rf"({'|'.join(SPLITS)})(-\d+\.bin)?|tokenizer|dataset_dict\.json|metadata\.json")
 WORTH_A_WARNING = 0.01  # share of the tokens that are unknown text, or padding
-SAME_BYTES = 0.001  # share of a text's bytes by which those of its ids may differ, besides one for each document
+LARGE_VALIDATION = 3  # times the percentage that is held out
 say = functools.partial(print, flush=True)
 
 
@@ -69,35 +76,38 @@ class Target:
 
     @property
     def partial(self) -> Path:
-        """The folder of the preparation: inside `directory`, because the parent of a mount point may be read-only."""
-        return self.directory / f".{fingerprint_of(self.inputs)[:12]}.partial"
+        """The folder of the preparation: inside `directory`, because the parent of a mount point may be read-only.
+
+        Its units are the same whether or not bad rows are skipped, if they have none.
+        """
+        return self.directory / f".{fingerprint_of({**self.inputs, 'skip_bad_files': None})[:12]}.partial"
 
 
 def prepare_dataset(
     source: TextSource,
     directory: Path,
-    tokenizer: TextTokenizer | None,
+    tokenizer: "PreTrainedTokenizerFast | None",
     tokenizer_vocab_size: int | None = None,
     overwrite: bool = False,
     num_workers: int | None = None,
     share: slice = slice(None),
-    max_bytes: int | None = None,
+    num_units: int | None = None,
 ) -> dict[str, Any] | None:
     """Prepare `directory`, unless it was prepared from the same inputs. Returns its metadata.
 
     tokenizer: the prefix of its template begins each document (see `without_template`). Without a tokenizer, trains a
     byte-level BPE of up to tokenizer_vocab_size tokens. share: the units to prepare here; the result is None while
-    others are missing. max_bytes: prepare about this much text, from units spread over the source. overwrite: replace
-    another packed dataset. Raises `UserError` for bad input, and if `directory` holds anything else.
+    others are missing. num_units: prepare only so many units of the training text, spread over the source. overwrite:
+    replace another packed dataset. Raises `UserError` for bad input, and if `directory` holds anything else.
     """
-    source = source.read_with(len(tokenizer or ()))
-    inputs = inputs_of(source, tokenizer, tokenizer_vocab_size, max_bytes)
+    source = source.for_tokenizer(tokenizer)
+    inputs = inputs_of(source, tokenizer, tokenizer_vocab_size, num_units)
     target = Target(source, directory, inputs, overwrite)
     if (existing := _find_existing(target)) is not None:
         return existing
     units, failure = [], None
     if not is_made_from(directory / COMPLETE_NAME, inputs, source):  # else a killed process left only the move
-        tokenizer, units = claim_dataset(target, tokenizer, tokenizer_vocab_size, max_bytes)
+        tokenizer, units = claim_dataset(target, tokenizer, tokenizer_vocab_size, num_units)
         try:
             tokenize(target, tokenizer, units, share, num_workers or count_cpus())
         except UserError as error:  # meanwhile, another process may have completed the dataset
@@ -106,13 +116,16 @@ def prepare_dataset(
 
 
 def inputs_of(
-    source: TextSource, tokenizer: TextTokenizer | None, tokenizer_vocab_size: int | None, max_bytes: int | None
+    source: TextSource,
+    tokenizer: "PreTrainedTokenizerFast | None",
+    tokenizer_vocab_size: int | None,
+    num_units: int | None,
 ) -> dict[str, Any]:
     """Return all that determines a prepared dataset."""
     made_with = tokenizer_sha256(tokenizer) if tokenizer else f"{TRAINED_PREFIX}{tokenizer_vocab_size}"
-    inputs = {"format_version": FORMAT_VERSION, "tokenizer": made_with, "max_bytes": max_bytes, **source.inputs}
-    if tokenizer and tokenizer.prefix:
-        inputs["document_prefix"] = tokenizer.prefix
+    inputs = {"format_version": FORMAT_VERSION, "tokenizer": made_with, "num_units": num_units, **source.inputs}
+    if tokenizer and (prefix := added_ids(tokenizer)[0]):
+        inputs["document_prefix"] = prefix
     return inputs
 
 
@@ -161,58 +174,53 @@ def _find_existing(target: Target) -> dict[str, Any] | None:
 
 
 def claim_dataset(
-    target: Target, tokenizer: TextTokenizer | None, tokenizer_vocab_size: int | None, max_bytes: int | None
-) -> tuple[TextTokenizer, list[Unit]]:
+    target: Target,
+    tokenizer: "PreTrainedTokenizerFast | None",
+    tokenizer_vocab_size: int | None,
+    num_units: int | None,
+) -> tuple["PreTrainedTokenizerFast", list[Unit]]:
     """Print what is read, and create the preparation's folder with the tokenizer. Returns tokenizer and units."""
     source = target.source
     for files in (source.files, source.held_out_files):
         if text := describe_files(files):
             say(text)
+    if warning := name_splits(source.files.paths):
+        say(warning)
     if source.commit:
         say(f"{source.dataset_name} at commit {source.commit}")
-    units = list_units(source)
-    if all(part.hold_out == TRAIN for unit in units for part in unit.parts):
+    if source.splits_lines:
+        say("warning: each line of the dataset's .txt files is a document; --train_file reads whole files")
+    units = [] if source.is_tokenized else list_units(source)
+    if units and all(part.hold_out == TRAIN for unit in units for part in unit.parts):
         read_sample(source, units)  # raises if there is no text
         remedy = "pass a --validation_file, or a --document_separator that occurs in the text"
         raise UserError(f"{source.name} has no two different documents, one of them for validation; {remedy}")
-    units = select_units(source, units, max_bytes)
+    units = select_units(units, num_units)
     try:
-        return save_tokenizer(target.partial, source, units, tokenizer, tokenizer_vocab_size), units
+        return keep_tokenizer(target.partial, source, units, tokenizer, tokenizer_vocab_size), units
     except OSError as error:
         raise UserError(f"cannot write the dataset {target.directory}: {error.strerror or error}") from error
 
 
-def select_units(source: TextSource, units: list[Unit], max_bytes: int | None) -> list[Unit]:
-    """Return all units, or, with max_bytes, evenly spread units of each split with about that much text.
-
-    For local files without separate validation text, adds a unit with a validation document if none of these has one.
-    """
-    if max_bytes is None:
-        return units
+def select_units(units: list[Unit], count: int | None) -> list[Unit]:
+    """Return all units, or the separate validation text and so many of the others, evenly spread."""
     separate = [unit for unit in units if unit.is_validation]
-    selected = []
-    for candidates in (separate, [unit for unit in units if unit not in separate]):
-        mean_bytes = sum(unit.num_bytes for unit in candidates) / max(1, len(candidates))
-        mean_bytes = mean_bytes or max_bytes / 4  # unknown on the Hub
-        count = min(len(candidates), max(1, round(max_bytes / mean_bytes)))
-        selected += [candidates[(i + 1) * len(candidates) // count - 1] for i in range(count)]
-    for unit in () if separate or source.dataset_name else itertools.chain(selected, units):  # mostly the first one
-        if any(document.split == "validation" for document in read_unit(source, unit, ReadReport())):
-            return selected if unit in selected else [*selected, unit]
-    return selected
+    others = [unit for unit in units if not unit.is_validation]
+    count = min(len(others), count or len(others))
+    return separate + [others[(i + 1) * len(others) // count - 1] for i in range(count)]
 
 
-def save_tokenizer(
+def keep_tokenizer(
     partial: Path,
     source: TextSource,
     units: list[Unit],
-    tokenizer: TextTokenizer | None,
+    tokenizer: "PreTrainedTokenizerFast | None",
     tokenizer_vocab_size: int | None,
-) -> TextTokenizer:
+) -> "PreTrainedTokenizerFast":
     """Save the tokenizer beside the units, and train it first if there is none. Returns it."""
     folder, started_at = partial / "tokenizer", time.perf_counter()
     if folder.is_dir():
-        return tokenizer or open_tokenizer(folder)
+        return tokenizer or load_tokenizer(str(folder))
     partial.mkdir(parents=True, exist_ok=True)
     if tokenizer is None:
         assert tokenizer_vocab_size is not None  # `prepare_dataset` gets one or the other
@@ -221,7 +229,7 @@ def save_tokenizer(
         size = describe_vocabulary(tokenizer, tokenizer_vocab_size)
         say(f"trained a byte-level BPE of {size} in {time.perf_counter() - started_at:.1f} s")
     scratch = partial / f".tokenizer-{secrets.token_hex(4)}"
-    tokenizer.save_pretrained(scratch)
+    save_tokenizer(tokenizer, scratch)
     try:
         os.rename(scratch, folder)
     except OSError:
@@ -234,70 +242,80 @@ def save_tokenizer(
 # ------------------------------------------------------------------ tokenize: units into files
 
 
-def tokenize(target: Target, tokenizer: TextTokenizer, units: list[Unit], share: slice, num_workers: int) -> None:
+def tokenize(
+    target: Target, tokenizer: "PreTrainedTokenizerFast", units: list[Unit], share: slice, num_workers: int
+) -> None:
     """Tokenize the units of a share that are missing."""
-    missing = set(missing_units(target.partial, len(units)))
+    missing = set(missing_units(target, len(units)))
     mine = [number for number in range(len(units))[share] if number in missing]
     if len(missing) < len(units):
         say(f"{len(units) - len(missing):,} of {len(units):,} units are done")
     if mine:
-        prefix = target.inputs.get("document_prefix", [])
-        job = Job(target.source, str(target.partial), str(target.partial / "tokenizer"), prefix)
-        tokenize_units(job, tokenizer, units, mine, num_workers)
+        tokenize_units(Job(target.source, str(target.partial), Encoding.of(tokenizer)), units, mine, num_workers)
 
 
-def missing_units(partial: Path, num_units: int) -> Iterator[int]:
-    """Yield the numbers of the units that are not finished, or whose files a power cut has shortened."""
+def missing_units(target: Target, num_units: int) -> Iterator[int]:
+    """Yield the numbers of the units that are not finished, or whose files a power cut has shortened.
+
+    Without `skip_bad_files`, a unit in which a row was skipped is not finished.
+    """
     for number in range(num_units):
         try:
-            splits = json.loads((partial / "units" / f"{number:05d}.json").read_text())["splits"]
-            sizes = {
-                partial / split / name: size for split in SPLITS for name, size in splits[split]["file_bytes"].items()
-            }
-            is_done = all(path.stat().st_size == size for path, size in sizes.items())
+            summary = read_summary(target, number)
+            id_bytes = np.dtype(summary["type"]).itemsize
+            is_done = target.source.skip_bad_files or not summary["report"]["num_skipped"]
+            for split, counts in summary["splits"].items():
+                size = (target.partial / f"{split}-{number:05d}.bin").stat().st_size
+                is_done = is_done and size == id_bytes * counts["tokens"]
         except (OSError, ValueError):
             is_done = False
         if not is_done:
             yield number
 
 
-def tokenize_units(
-    job: Job, tokenizer: TextTokenizer, units: list[Unit], numbers: list[int], num_workers: int
-) -> None:
+def read_summary(target: Target, number: int) -> dict[str, Any]:
+    return json.loads((target.partial / "units" / f"{number:05d}.json").read_text())
+
+
+def tokenize_units(job: Job, units: list[Unit], numbers: list[int], num_workers: int) -> None:
     """Tokenize the units with these numbers, in this process if it is only one."""
-    num_workers = min(num_workers, len(numbers))
+    num_workers, encoding = min(num_workers, len(numbers)), job.encoding
     workers = UnitWorkers(job, num_workers) if len(numbers) > 1 else None  # they start during the check below
     with contextlib.closing(workers) if workers else contextlib.nullcontext():
         sample = read_sample(job.source, units)
-        for line in look_for_special_tokens(tokenizer, job.source, sample):
+        texts = [text for text in sample if isinstance(text, str)]
+        for line in look_for_special_tokens(encoding, job.source, texts):
             say(line)
-        encoder = "tokenizers"
-        if sample:  # else the data holds token ids
-            encoder, how = choose_encoder(tokenizer, sample, job.source.parse_special_tokens)
+        name, encode = "tokenizers", None
+        if texts:  # else the data holds token ids
+            name, encode, how = choose_encoder(encoding.tokenizer_json, texts, job.source.parse_special_tokens)
             say(f"token ids: {how}")
+        elif sample:
+            for line in look_at_ids(encoding, [ids for ids in sample if not isinstance(ids, str)][:100]):
+                say(line)
         say(f"units: {len(numbers):,}, processes: {num_workers}")
         if workers is None:
-            UnitTokenizer(job)(numbers[0], units[numbers[0]], encoder)
+            UnitTokenizer(job, {name: encode} if encode else {})(numbers[0], units[numbers[0]], name)
             return
         num_bytes = sum(units[number].num_bytes for number in numbers) or None
         options = {"unit": "B", "unit_scale": True, "dynamic_ncols": True, **progress_target()}
         with tqdm(desc="prepare", total=num_bytes, **options) as progress:
-            submitted = {workers.submit(number, units[number], encoder): units[number] for number in numbers}
+            submitted = {workers.submit(number, units[number], name): units[number] for number in numbers}
             for future in as_completed(submitted):
                 splits = future.result()["splits"].values()
-                progress.update(submitted[future].num_bytes or sum(split["bytes"] for split in splits))
+                progress.update(submitted[future].num_bytes or sum(split["bytes"] or 0 for split in splits))
 
 
-def look_for_special_tokens(tokenizer: TextTokenizer, source: TextSource, sample: Sequence[str]) -> Iterator[str]:
+def look_for_special_tokens(encoding: Encoding, source: TextSource, sample: Sequence[str]) -> Iterator[str]:
     """Yield what to say of special tokens that the text contains."""
-    text = "\n".join(sample)[:SAMPLE_CHARACTERS]
-    counts = {token: count for token in sorted(special_tokens(tokenizer)) if (count := text.count(token))}
+    text, end = "\n".join(sample)[:SAMPLE_CHARACTERS], encoding.special[encoding.end]
+    counts = {token: count for token in sorted(encoding.special.values()) if (count := text.count(token))}
     place = f"in the first {len(text):,} characters"
-    if not source.parse_special_tokens and (count := counts.pop(tokenizer.eos_token, 0)):
-        option = shell_command(document_separator=tokenizer.eos_token)
+    if not source.parse_special_tokens and (count := counts.pop(end, 0)):
+        option = shell_command(document_separator=end)
         if source.document_separator or not any(kind_of(path) in (".txt", ".md") for path in source.files.paths):
             option = "--parse_special_tokens"  # rows have no separator
-        count = f"{tokenizer.eos_token} ({count:,} times {place})"
+        count = f"{end} ({count:,} times {place})"
         yield f"warning: the text contains {count}, packed as characters; if it ends documents, pass {option}"
     if counts:
         listed = ", ".join(f"{token} ({count:,})" for token, count in Counter(counts).most_common(5))
@@ -309,7 +327,7 @@ def look_for_special_tokens(tokenizer: TextTokenizer, source: TextSource, sample
 
 
 def finish(
-    target: Target, tokenizer: TextTokenizer | None, num_units: int, failure: UserError | None
+    target: Target, tokenizer: "PreTrainedTokenizerFast | None", num_units: int, failure: UserError | None
 ) -> dict[str, Any] | None:
     """Complete the dataset if all its units are done. Returns its metadata, or None.
 
@@ -324,88 +342,119 @@ def finish(
             return existing
         if failure:
             raise failure
-        if left := len(list(missing_units(partial, num_units))):
+        if left := len(list(missing_units(target, num_units))):
             say(f"{left:,} of {num_units:,} units are not done yet")
             return None
         assert tokenizer is not None  # else the dataset was complete
         metadata = summarize(target, tokenizer, num_units)
-        replace_dataset(partial, directory)
-    documents, tokens, num_bytes = (sum(split[key] or 0 for split in metadata["splits"].values()) for key in COUNTS)
+        os.rename(partial, directory / COMPLETE_NAME)  # only one process can, even where there are no locks
+        finish_replacement(directory)
+        if others := [path.name for path in directory.glob(".*.partial")]:
+            say(f"{directory} also holds unfinished preparations, of other text or options: {', '.join(others)}")
+    documents, tokens = (sum(split[key] for split in metadata["splits"].values()) for key in COUNTS[:2])
+    num_bytes = sum(split["bytes"] or 0 for split in metadata["splits"].values())
     seconds = time.perf_counter() - target.started_at
     say(f"packed into {directory} in {seconds:.1f} s ({num_bytes / 1e6 / seconds:.1f} MB/s):")
     say(f"  {documents:,} documents, {tokens:,} tokens")
     return read_metadata(directory)
 
 
-def summarize(target: Target, tokenizer: TextTokenizer, num_units: int) -> dict[str, Any]:
-    """Write the metadata of finished units, and the files that let `datasets` find them. Returns the metadata.
+def summarize(target: Target, tokenizer: "PreTrainedTokenizerFast", num_units: int) -> dict[str, Any]:
+    """Write the metadata of finished units, or of token files in place. Returns the metadata.
 
     Raises `UserError` if a split is empty.
     """
-    partial = target.partial
-    summaries = [json.loads((partial / "units" / f"{k:05d}.json").read_text()) for k in range(num_units)]
-    report = ReadReport()
-    for summary in summaries:
-        report.add(ReadReport(**summary["report"]))
-    units = {split: [summary["splits"][split] for summary in summaries] for split in SPLITS}
-    splits = {split: total_counts(units[split], tokenizer.token_bytes) for split in SPLITS}
-    print_report(target.source, report)
-    print_unknown(tokenizer, splits)
+    source, report = target.source, ReadReport()
+    if source.is_tokenized:
+        files, splits = describe_tokens(source, tokenizer)
+        say("the token files are used in place, so they must stay where they are")
+    else:
+        files, splits = describe_units(target, num_units, report)
+    size, made_with = count_ids(tokenizer), target.inputs["tokenizer"]  # a hash takes 0.2 s
     metadata = {
         "format_version": FORMAT_VERSION,
-        "vocab_size": len(tokenizer),
+        "vocab_size": size,
         "eos_token_id": tokenizer.eos_token_id,
-        "tokenizer_sha256": tokenizer_sha256(tokenizer),
+        "tokenizer_sha256": tokenizer_sha256(tokenizer) if made_with.startswith(TRAINED_PREFIX) else made_with,
         "content_sha256": sha256_of(splits[split]["content_sha256"] for split in SPLITS),
         "fingerprint": fingerprint_of(target.inputs),
         "inputs": target.inputs,
-        "source": target.source.describe()
+        "source": source.describe()
         | {"skipped_documents": report.num_skipped, "skipped_bytes": report.skipped_bytes}
         | {"blank_rows": report.num_blank, "rows_without_column": report.num_without_column},
         "splits": splits,
+        "files": files,
     }
     check_splits(metadata, 1)
-    for split in SPLITS:
-        write_index(partial / split, split, splits[split], len(tokenizer))
-    (partial / "dataset_dict.json").write_text(json.dumps({"splits": list(SPLITS)}))
-    for path in partial.glob(".tokenizer-*"):
-        shutil.rmtree(path)
-    (partial / METADATA_NAME).write_text(json.dumps(metadata, indent=2) + "\n")
+    print_report(source, report)
+    print_counts(source, tokenizer, splits)
+    (target.partial / METADATA_NAME).write_text(json.dumps(metadata, indent=2) + "\n")
     return metadata
 
 
-def total_counts(units: list[dict], token_bytes: np.ndarray) -> dict:
-    """Add up the counts of the units of a split; join their chunks, hashes and files.
+def describe_units(target: Target, num_units: int, report: ReadReport) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the files of finished units, and what each split holds. Completes the report."""
+    summaries, files, splits = [read_summary(target, number) for number in range(num_units)], {}, {}
+    for summary in summaries:
+        report.add(ReadReport(**summary["report"]))
+    for split in SPLITS:
+        units, stretches = [summary["splits"][split] for summary in summaries], []
+        for number, counts in enumerate(units):
+            name, id_type = f"{split}-{number:05d}.bin", summaries[number]["type"]
+            files[name] = {"type": id_type, "bytes": np.dtype(id_type).itemsize * counts["tokens"]}
+            stretches += [[name, 0, counts["tokens"]]] if counts["tokens"] else []
+        splits[split] = {name: add_known(counts[name] for counts in units) for name in (*COUNTS, "unknown")}
+        splits[split] |= {"content_sha256": sha256_of(counts["content_sha256"] for counts in units)}
+        splits[split]["stretches"] = stretches
+    return files, splits
 
-    token_bytes: from `count_token_bytes`. The bytes of a split are None if those of a used id are unknown, or if those
-    of its ids are not those of its text.
+
+def describe_tokens(source: TextSource, tokenizer: "PreTrainedTokenizerFast") -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the token files of other programs, and what each split holds of them.
+
+    Raises `UserError` if they hold an id that the tokenizer does not have.
     """
-    seen = functools.reduce(np.bitwise_or, (np.frombuffer(bytes.fromhex(unit["seen"]), np.uint8) for unit in units))
-    is_used = np.unpackbits(seen)[: len(token_bytes)].astype(bool)
-    counts = {key: sum(unit.get(key, 0) for unit in units) for key in (*COUNTS, "unknown", "lost")}
-    is_known = (token_bytes[is_used] >= 0).all()
-    num_bytes = counts["bytes"] + (lost := counts.pop("lost"))  # of the text
-    is_same = is_known and abs(lost) <= max(SAME_BYTES * num_bytes, counts["documents"])
-    return {
-        **counts,
-        "bytes": counts["bytes"] if is_same else None,
-        "lost_share": lost / max(1, num_bytes) if is_known else 0.0,
-        "used_ids": int(is_used.sum()),
-        "content_sha256": sha256_of(unit["content_sha256"] for unit in units),
-        "file_bytes": {name: size for unit in units for name, size in unit["file_bytes"].items()},
-        "chunks": [chunk for unit in units for chunk in unit["chunks"]],
-    }
+    encoding, files = Encoding.of(tokenizer), {}
+    paths = [*source.files.paths, *source.held_out_files.paths]
+    with ThreadPoolExecutor() as threads:  # those that were not hashed now, because their hash is known
+        list(threads.map(source.scan, [path for path in paths if path not in source.scans]))
+    parts: dict[str, list[tuple[list, Scan, np.ndarray]]] = {split: [] for split in SPLITS}
+    for path in paths:
+        scan, name = source.scans[path], os.path.abspath(path)
+        if scan.beyond is not None:
+            raise UserError(f"{path}: {encoding.unknown_to(scan.beyond)}")
+        files[name], start = in_place(path, scan), scan.start
+        split_names = SPLITS if path in source.files.paths else ("validation", "validation")
+        for split, size, counts in zip(split_names, scan.sizes, scan.counts, strict=True):
+            if size:
+                parts[split].append(([name, start, size], scan, counts))
+            start += size * np.dtype(scan.type).itemsize
+    splits = {}
+    for split, found in parts.items():
+        counts = sum((own for _, _, own in found), np.zeros(encoding.vocab_size, np.int64))
+        table, num_special = encoding.token_bytes, int(counts[list(encoding.special)].sum())
+        splits[split] = {
+            "documents": int(counts[encoding.end]),
+            "tokens": int(counts.sum()),
+            "text_tokens": int(counts.sum()) - num_special,
+            "bytes": None if table is None else int(counts @ table),
+            "unknown": 0 if encoding.unknown is None else int(counts[encoding.unknown]),
+            "content_sha256": sha256_of(f"{scan.digest} {place[1:]}" for place, scan, _ in found),
+            "stretches": [place for place, _, _ in found],
+        }
+    for line in look_at_ids(encoding, [source.scans[path].head for path in paths[:10]]):
+        say(line)
+    return files, splits
 
 
-def write_index(directory: Path, split: str, counts: dict, vocab_size: int) -> None:
-    """Write the files that let `datasets` find a split's ids, and remove what killed processes have left."""
-    for path in directory.glob(".[0-9]*"):
-        path.unlink(missing_ok=True)
-    state: dict = {"_data_files": [{"filename": name} for name in counts["file_bytes"]], "_split": split}
-    state |= {"_fingerprint": counts["content_sha256"][:16], "_output_all_columns": False}
-    state |= {"_format_columns": None, "_format_kwargs": {}, "_format_type": None}
-    (directory / "state.json").write_text(json.dumps(state, indent=2))
-    (directory / "dataset_info.json").write_text(json.dumps(dataset_info(vocab_size)))
+def look_at_ids(encoding: Encoding, rows: list[np.ndarray]) -> Iterator[str]:
+    """Yield a warning if ids that others have made are not text."""
+    ids = np.concatenate(rows)
+    ids = ids[(ids >= 0) & (ids < encoding.vocab_size)].tolist()  # others are refused
+    text = Tokenizer.from_str(encoding.tokenizer_json).decode(ids, skip_special_tokens=False)
+    if (share := text.count("\ufffd") / max(1, len(text))) > WORTH_A_WARNING:
+        problem = f"{share:.0%} of the characters that the first token ids stand for are not UTF-8"
+        yield f"warning: {problem}; is this their tokenizer, and their byte order little-endian?"
 
 
 def print_report(source: TextSource, report: ReadReport) -> None:
@@ -415,13 +464,15 @@ def print_report(source: TextSource, report: ReadReport) -> None:
     if report.num_skipped:
         size = f" ({report.skipped_bytes:,} bytes)" * (report.skipped_bytes > 0)
         say(f"lines, rows, or ends of files, that cannot be read: {report.num_skipped:,}{size}")
+    if report.num_replaced:
+        say(f"bytes that are not UTF-8, or NUL, and became U+FFFD: {report.num_replaced:,}")
+    if report.num_carriage_returns:
+        say(f"Windows line ends: {report.num_carriage_returns:,}; they stay in the text, and take tokens")
     if report.num_blank:
         say(f"rows without text (null, empty or blank): {report.num_blank:,}")
     if report.num_without_column:
         missing, names = f"{report.num_without_column:,}", ", ".join(report.columns)
-        column = source.text_column_name
-        column = column if isinstance(column, str) else " ".join(column)
-        say(f"warning: rows without a column '{column}': {missing} (they have {names})")
+        say(f"warning: rows without a column '{' '.join(source.text_column_name)}': {missing} (they have {names})")
     if report.num_padding > WORTH_A_WARNING * report.num_row_ids:
         problem = f"{report.num_padding:,} of {report.num_row_ids:,} token ids are runs of one id at the ends of rows"
         say(f"warning: {problem}, as padding is; mark it by 0 in a column attention_mask, or remove it")
@@ -429,25 +480,29 @@ def print_report(source: TextSource, report: ReadReport) -> None:
         say(f"warning: --document_separator {source.document_separator!r} has no effect: no text file contains it")
 
 
-def print_unknown(tokenizer: TextTokenizer, splits: dict[str, dict]) -> None:
-    """Say how much of the text the tokenizer cannot spell."""
+def print_counts(source: TextSource, tokenizer: "PreTrainedTokenizerFast", splits: dict[str, dict]) -> None:
+    """Say what is odd about the ids: unknown text, no ends of documents, much text for validation."""
     unknown, tokens = (sum(splits[split][key] for split in SPLITS) for key in ("unknown", "tokens"))
-    if unknown and (index := tokenizer.unknown_id) is not None:
+    index, spells = unknown_id(tokenizer), spells_bytes(tokenizer.backend_tokenizer)
+    if unknown and index is not None:
         token = tokenizer.backend_tokenizer.id_to_token(index)
         warning = "warning: " * (unknown > WORTH_A_WARNING * tokens)
         say(f"{warning}{unknown / tokens:.1%} of the tokens are {token}, text that the tokenizer cannot spell")
-    if tokenizer.unknown_id is None and SPELLS_BYTES not in steps_of(tokenizer.backend_tokenizer):
+    if index is None and not spells:
         say("warning: this tokenizer has no token for unknown text, so characters that it does not know are lost")
-    if (lost := max(splits[split]["lost_share"] for split in SPLITS)) > 0:
-        is_lost = tokenizer.backend_tokenizer.normalizer is None
-        how = "lacks or drops" if is_lost else "changes or drops"
-        say(f"{'warning: ' * is_lost}{lost:.2%} of the text's bytes are not in its tokens: the tokenizer {how} them")
     if splits["validation"]["bytes"] is None:
-        say("this tokenizer does not keep all bytes of the text, so there will be no bits per byte")
+        say("these token ids do not say how long their text was, so there will be no bits per byte")
+    if not splits["train"]["documents"]:
+        end = f"{tokenizer.eos_token} ({end_of_text(tokenizer)})"
+        say(f"warning: the token ids contain no end of text, {end}; is this their tokenizer?")
+    held_out, share = source.validation_split_percentage, 100 * splits["validation"]["tokens"] / tokens
+    if not source.has_validation and share > LARGE_VALIDATION * held_out:
+        problem = f"{share:.0f}% of the tokens are held out for validation, not {held_out:g}%"
+        say(f"warning: {problem}, because a document is never cut; pass a --validation_file of your choice")
 
 
-def sha256_of(hexdigests: Iterable[str]) -> str:
-    return hashlib.sha256("".join(hexdigests).encode()).hexdigest()
+def sha256_of(texts: Iterable[str]) -> str:
+    return hashlib.sha256("".join(texts).encode()).hexdigest()
 
 
 # ------------------------------------------------------------------ the folder of a dataset
@@ -469,22 +524,16 @@ def locked(directory: Path) -> Iterator[None]:
         raise UserError(f"cannot write the dataset {directory}: {error.strerror or error}") from error
 
 
-def replace_dataset(partial: Path, directory: Path) -> None:
-    """Move a complete dataset to its place, and remove what was there, and what was interrupted before."""
-    os.rename(partial, directory / COMPLETE_NAME)  # only one process can, even where there are no locks
-    finish_replacement(directory)
-    for path in directory.glob(f".{HASH}.partial"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
 def finish_replacement(directory: Path) -> None:
     """Move the files of a complete dataset up, if there is one. The older one loses its metadata.json first."""
     complete = directory / COMPLETE_NAME
     if (complete / METADATA_NAME).exists():
         (directory / METADATA_NAME).unlink(missing_ok=True)
-        for name in PARTS:
-            if (complete / name).exists():  # else a process that was killed has moved it
-                if (directory / name).is_dir():
-                    shutil.rmtree(directory / name)
+        new = {"tokenizer", *json.loads((complete / METADATA_NAME).read_text())["files"]}
+        for path in directory.iterdir():  # a process that was killed may have moved some of the new ones
+            if PARTS.fullmatch(path.name) and (path.name not in new or (complete / path.name).exists()):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for name in [*new, METADATA_NAME]:
+            if (complete / name).exists():
                 os.rename(complete / name, directory / name)
     shutil.rmtree(complete, ignore_errors=True)

@@ -1,11 +1,11 @@
 """A unit of text -> its documents, each in train or validation.
 
-Whatever cannot be read goes to one function, `bad`, which raises an error or counts it as skipped.
+Bytes that are not UTF-8 become U+FFFD where they are rare; a text with many is in another encoding. What cannot be
+read goes to one method, `skip`, which raises an error or counts it.
 """
 
 import codecs
 import csv
-import functools
 import io
 import itertools
 import json
@@ -13,8 +13,7 @@ import lzma
 import math
 import os
 import re
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import IO, Any, NamedTuple
 
@@ -26,9 +25,8 @@ from recipe.arguments import shell_command
 from recipe.config import STANDARD_LIBRARY
 from recipe.data.cut import SMALL_SOURCE, FilePart, HoldOut, ShardPart, Unit, cut, hash64
 from recipe.data.encode import SAMPLE_CHARACTERS
-from recipe.data.files import BLOCK, TOKENS, kind_of, open_decompressed, read_standard_library
+from recipe.data.files import BLOCK, kind_of, open_decompressed, read_standard_library
 from recipe.data.source import TextSource
-from recipe.data.tokens import TokenStream, find_tokens, read_tokens
 from recipe.errors import UserError, one_line
 
 SHOWN_ERRORS, MOST_COLUMNS = 10, 20
@@ -36,17 +34,17 @@ LONGEST_NAME = 60  # characters shown of a column's name, which is text in a CSV
 TOKENIZER_CHARACTERS = 2_000_000_000  # the most that a tokenizer is trained on
 ROWS_PER_READ = 100
 MOST_COUNTED = 10_000  # documents; up to this number, exactly the percentage is held out
+LONGEST_SEARCH = 8_000_000  # bytes after the start of a unit in which a separator is searched
+FEW_BYTES, SMALL_SHARE = 10, 0.001  # that are not UTF-8, in a text that is UTF-8
 MASK = "attention_mask"  # a column beside token ids: 0 for padding
 PADDING = 8  # equal ids at the end of a row; so many are rarely anything but padding
-Text = str | np.ndarray | TokenStream  # or, if the source is already tokenized, token ids: int64 [tokens]
-Bad = Callable[[str, int], None]  # gets what cannot be read, and its size in bytes, or 0 if that is not known
 READ_ERRORS = (OSError, EOFError, ValueError, RecursionError, csv.Error, lzma.LZMAError, pa.ArrowException)
 csv.field_size_limit(2**31 - 1)
 
 
 class Document(NamedTuple):
     split: str
-    text: Text
+    text: str | np.ndarray  # or, if the source is already tokenized, token ids: int64 [tokens]
 
 
 @dataclass
@@ -56,23 +54,20 @@ class ReadReport:
     num_blank: int = 0  # rows whose text is null, empty or blank
     num_without_column: int = 0  # rows
     columns: list[str] = field(default_factory=list)  # the columns found instead that hold text or ids, up to 20
+    nested: list[str] = field(default_factory=list)  # those inside other columns, and dialogs
     num_separators: int = 0
     num_skipped: int = 0  # lines and rows that cannot be read, and ends of files
     skipped_bytes: int = 0  # of those whose size is known
+    num_replaced: int = 0  # bytes that are not UTF-8, or NUL
+    num_carriage_returns: int = 0  # in Windows line ends
     num_row_ids: int = 0  # token ids in rows without a mask
     num_padding: int = 0  # of these, in runs of one id at the end of a row
     errors: list[str] = field(default_factory=list)  # the first reasons for skipping something
 
     def add(self, other: "ReadReport") -> None:
         for name, value in vars(other).items():
-            new = [item for item in value if item not in self.columns] if name == "columns" else value
-            setattr(self, name, getattr(self, name) + new)
-
-    def skip(self, reason: str, num_bytes: int) -> None:
-        self.num_skipped += 1
-        self.skipped_bytes += num_bytes
-        if len(self.errors) < SHOWN_ERRORS:
-            self.errors.append(reason)
+            own = getattr(self, name)
+            setattr(self, name, own + (value if isinstance(value, int) else [new for new in value if new not in own]))
 
 
 def list_units(source: TextSource) -> list[Unit]:
@@ -81,14 +76,12 @@ def list_units(source: TextSource) -> list[Unit]:
     Raises `UserError` for bad input.
     """
     units = cut(source)
-    parts = [part for unit in units for part in unit.parts]
-    if not any(part.hold_out.by_hash for part in parts):
+    if not any(part.hold_out.by_hash for unit in units for part in unit.parts):
         return units
-    threshold = _choose_threshold(source, [unit for unit in units if not unit.is_validation])
+    threshold = _choose_threshold(source, units)
 
     def adjusted(part: FilePart | ShardPart) -> FilePart | ShardPart:
-        held_out = part.hold_out
-        return part._replace(hold_out=HoldOut(threshold)) if held_out.by_hash else part
+        return part._replace(hold_out=HoldOut(threshold)) if part.hold_out.by_hash else part
 
     return [unit._replace(parts=list(map(adjusted, unit.parts))) for unit in units]
 
@@ -99,18 +92,16 @@ def _choose_threshold(source: TextSource, units: list[Unit]) -> int:
     In a small source, exactly the percentage of the different documents is below the threshold. In others, this holds
     on average, and a few documents are read to make sure that both splits get some.
     """
-    by_percentage = next(part.hold_out.threshold for unit in units for part in unit.parts if part.hold_out.by_hash)
-    hashes, is_exact, count, characters = set(), len(units) == 1, 0, 0
-    for part in itertools.chain.from_iterable(unit.parts for unit in units):
-        if isinstance(part, FilePart) and part.hold_out.tail and kind_of(part.path) == TOKENS:
-            continue
+    parts = [part for unit in units for part in unit.parts if part.hold_out.by_hash]
+    by_percentage, hashes, count, characters = parts[0].hold_out.threshold, set(), 0, 0
+    is_exact = len(units) == 1
+    for part in parts:
         for _, text in read_unit(source, Unit([part], 0), ReadReport()):
-            if part.hold_out.by_hash and not isinstance(text, TokenStream):  # a stream is held out by its end
-                hashes.add(hash64(text))
+            hashes.add(hash64(text))
             count += 1
             characters += len(text)
             is_exact = is_exact and count < MOST_COUNTED and characters < SMALL_SOURCE
-            if not is_exact and hashes and min(hashes) < by_percentage <= max(hashes):
+            if not is_exact and min(hashes) < by_percentage <= max(hashes):
                 return by_percentage
     ordered = sorted(hashes)
     share = by_percentage / 2**64 * len(ordered) if is_exact else sum(value < by_percentage for value in ordered)
@@ -120,50 +111,17 @@ def _choose_threshold(source: TextSource, units: list[Unit]) -> int:
 
 def read_unit(source: TextSource, unit: Unit, report: ReadReport) -> Iterator[Document]:
     """Yield the documents of a unit that hold text. Raises `UserError` naming the file if it cannot be read."""
-    errors = (Exception,) if source.dataset_name else READ_ERRORS  # the network and datasets raise various errors
     for part in unit.parts:
-        where = part.path if isinstance(part, FilePart) else f"dataset {source.dataset_name}"
-        bad = report.skip if source.skip_bad_files and not source.dataset_name else functools.partial(_refuse, source)
-        try:
-            yield from _read_part(source, part, where, report, bad)
-        except (GeneratorExit, UserError):  # at interpreter exit, the names below may no longer exist
-            raise
-        except errors as error:
-            bad(_describe(error, where), 0)
-
-
-def _refuse(source: TextSource, reason: str, _: int) -> None:
-    """Raise `UserError` for what cannot be read, in a source that skips nothing."""
-    has_option = source.validation_split_percentage and not source.dataset_name  # not in `read_texts`
-    has_option = has_option and "; unpack it" not in reason
-    raise UserError(reason + "; --skip_bad_files skips what cannot be read" * bool(has_option))
-
-
-def _describe(error: Exception, where: str) -> str:
-    if isinstance(error.__cause__ or error, UnicodeDecodeError):
-        return not_utf8(where)
-    if "too much memory for decoding" in str(error):  # pyarrow takes windows of 128 MB
-        command = shell_command("zstd", "-d", "--rm", "--long=31", where)
-        return f"{where} was compressed with a long window; unpack it: {command}"
-    return f"cannot read {where}: {one_line(error).rstrip('.')}"
-
-
-def not_utf8(where: str) -> str:
-    return f"{where} is not UTF-8 text; convert it, from Latin-1 for example with iconv -f LATIN1 -t UTF-8"
-
-
-def not_text(where: str) -> str:
-    how = "it contains NUL bytes, so it is binary, or text in UTF-16: convert it with iconv -f UTF-16 -t UTF-8"
-    return f"cannot read {where}: {how}"
+        yield from PartReader(source, part, report).documents()
 
 
 def read_texts(
-    paths: Iterable[str], text_column_name: str | tuple[str, ...], document_separator: str | None
+    paths: Iterable[str], text_column_name: tuple[str, ...], document_separator: str | None
 ) -> Iterator[str]:
     """Yield all documents of files, folders and patterns. Raises `UserError` if they cannot be read or hold ids."""
     options = {"text_column_name": text_column_name, "document_separator": document_separator}
     source = TextSource(tuple(paths), validation_split_percentage=0, **options)
-    for unit in list_units(source):
+    for unit in [] if source.is_tokenized else list_units(source):
         for document in read_unit(source, unit, ReadReport()):
             if not isinstance(document.text, str):
                 raise UserError(f"{source.name} holds token ids, not text")
@@ -186,102 +144,375 @@ def read_train_texts(source: TextSource, units: list[Unit]) -> Iterator[str]:
                 break
 
 
-def read_sample(source: TextSource, units: list[Unit]) -> list[str]:
+def read_sample(source: TextSource, units: list[Unit]) -> list[str | np.ndarray]:
     """Return the first documents, to check the encoder. Raises `UserError` if the first units hold no text."""
-    texts: list[Text] = []
-    report = ReadReport()
+    texts, report = [], ReadReport()
     for unit in units if len(units) < 4 else units[:: len(units) // 4]:
         characters = 0
         for document in read_unit(source, unit, report):
             texts.append(document.text)
             characters += len(document.text)
-            if characters >= SAMPLE_CHARACTERS or isinstance(document.text, TokenStream):
+            if characters >= SAMPLE_CHARACTERS:
                 break
         if texts:
-            return [text for text in texts if isinstance(text, str)]
-    reason = "it is empty or contains only whitespace"
-    if report.num_skipped:
-        reason = f"what cannot be read: {report.num_skipped:,}; the first: {report.errors[0]}"
+            return texts
+    raise UserError(f"there is no text in {source.name}: {_why_no_text(source, report)}")
+
+
+def _why_no_text(source: TextSource, report: ReadReport) -> str:
     if report.num_without_column:
-        paths = [part.path for unit in units for part in unit.parts if isinstance(part, FilePart)]
-        reason = f"it has no column '{source.column_of(paths[0] if paths else None)}'"
+        reason = f"it has no column {' or '.join(map(repr, source.text_column_name))}"
+        if dialogs := [text for text in report.nested if "dialog" in text]:
+            return f"{reason}, but {dialogs[0]}; write each as one text ('Dialogs' in recipe/data/README.md)"
         if report.columns:
             names = [name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..." for name in report.columns]
             reason += f"; pass --text_column_name with one of {', '.join(names)}"
-            if any(kind_of(path) == ".csv" for path in paths):
+            if not source.dataset_name and any(kind_of(path) == ".csv" for path in source.files.paths):
                 reason += "; if that is text, insert a first line that names the columns"
-        else:
-            reason += ", and no other column holds text; write each conversation or record as one text"
-    raise UserError(f"there is no text in {source.name}: {reason}")
+            return reason
+        if not report.nested:
+            return f"{reason}, and no other column holds text"
+        return f"{reason}, but {', '.join(report.nested)}; write that text into a column of its own"
+    if report.num_skipped:
+        return f"what cannot be read: {report.num_skipped:,}; the first: {report.errors[0]}"
+    return "it is empty or contains only whitespace"
 
 
-# ------------------------------------------------------------------ text
+# ------------------------------------------------------------------ a part of a unit
 
 
-def _read_part(
-    source: TextSource, part: FilePart | ShardPart, where: str, report: ReadReport, bad: Bad
-) -> Iterator[Document]:
-    if isinstance(part, FilePart) and kind_of(part.path) == TOKENS:
-        yield from _read_token_file(part, source.id_bytes)
-    elif isinstance(part, FilePart) and kind_of(part.path) in (".txt", ".md"):
-        with open_decompressed(part.path) as stream:
-            if source.document_separator is not None:
-                yield from _read_separated(stream, source.document_separator, part, report, bad)
-            elif part.stop is None:  # it is compressed
-                content = stream.read()
-                yield from _read_stretch(io.BytesIO(content), len(content), part, bad)
+class PartReader:
+    """Reads the documents of a part of a unit."""
+
+    def __init__(self, source: TextSource, part: FilePart | ShardPart, report: ReadReport) -> None:
+        self.source, self.part, self.report = source, part, report
+        self.where = part.path if isinstance(part, FilePart) else f"dataset {source.dataset_name}"
+        self.kind = kind_of(part.path) if isinstance(part, FilePart) else ""
+        self.num_bytes = self.num_bad = self.num_zero = 0  # decoded; of these, not UTF-8; of these, NUL
+        self.is_cut = False  # whether the rest of a stream cannot be read
+        self.number, self.first_number = 0, 0  # of the row or line, from 1; how many precede the part
+
+    def documents(self) -> Iterator[Document]:
+        errors = (Exception,) if self.source.dataset_name else READ_ERRORS  # the Hub's libraries raise various errors
+        try:
+            for split, text in self._read_text() if self.kind in (".txt", ".md") else self._read_rows():
+                if isinstance(text, str):
+                    self.report.num_carriage_returns += text.count("\r\n")
+                yield Document(split or self.part.hold_out.split_of(text), text)
+        except (GeneratorExit, UserError):  # at interpreter exit, the names below may no longer exist
+            raise
+        except errors as error:
+            self._skip_rest(error)
+        if is_other_encoding(self.num_bad, self.num_bytes):  # each row has only a few
+            raise UserError(self._not_utf8(self.num_zero))
+
+    def _skip_rest(self, error: Exception) -> None:
+        has_remedy = "too much memory for decoding" in str(error)  # pyarrow takes windows of 128 MB
+        reason = f"cannot read {self.where}: {one_line(error).rstrip('.')}"
+        if has_remedy:
+            command = shell_command("zstd", "-d", "--rm", "--long=31", self.where)
+            reason = f"{self.where} was compressed with a long window; unpack it: {command}"
+        self.skip(reason, has_remedy=has_remedy)
+
+    def skip(self, reason: str, num_bytes: int = 0, has_remedy: bool = False) -> None:
+        """Count what cannot be read, or raise `UserError`. has_remedy: another than to skip it."""
+        can_skip = self.source.validation_split_percentage and not self.source.dataset_name  # else in `read_texts`
+        if not (can_skip and self.source.skip_bad_files):
+            advice = "; --skip_bad_files skips what cannot be read" * bool(can_skip and not has_remedy)
+            raise UserError(reason + advice)
+        self.report.num_skipped += 1
+        self.report.skipped_bytes += num_bytes
+        if len(self.report.errors) < SHOWN_ERRORS:
+            self.report.errors.append(reason)
+
+    def decode(self, data: bytes, is_first: bool = False) -> str | None:
+        """Return a document or row as text, with U+FFFD for a few bad bytes; None if there are many."""
+        data = data.removeprefix(codecs.BOM_UTF8) if is_first else data
+        num_bad = num_zero = data.count(0)
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            text = data.decode(errors="replace")
+            num_bad += text.count("\ufffd") - data.count(b"\xef\xbf\xbd")
+        if is_other_encoding(num_bad, len(data)):
+            self.skip(self._not_utf8(num_zero), len(data), has_remedy=True)
+            return None
+        self.num_bytes, self.num_bad = self.num_bytes + len(data), self.num_bad + num_bad
+        self.num_zero += num_zero
+        self.report.num_replaced += num_bad
+        return text.replace("\0", "\ufffd") if num_zero else text
+
+    def _not_utf8(self, num_zero: int) -> str:
+        if num_zero > FEW_BYTES:
+            how = "it contains NUL bytes, so it is binary, or text in UTF-16: convert it with"
+            return f"cannot read {self.place()}: {how} iconv -f UTF-16 -t UTF-8"
+        how = "convert it, from Latin-1 for example with iconv -f LATIN1 -t UTF-8"
+        return f"{self.place()} is not UTF-8 text; {how}"
+
+    def place(self) -> str:
+        """Name the file, or dataset, and the line or row that is being read."""
+        if not self.number:
+            return self.where
+        word = "line" if self.kind in (".jsonl", ".csv") else "row"
+        before = self.first_number
+        if self.kind == ".jsonl" and before:  # a byte
+            with open(self.where, "rb") as file:
+                sizes = itertools.repeat(BLOCK, before // BLOCK), [before % BLOCK]
+                before = sum(file.read(size).count(b"\n") for size in itertools.chain(*sizes))
+        return f"{self.where}, {word} {before + self.number:,}"
+
+    def read(self, stream: io.BufferedReader, size: float) -> bytes:
+        """Read up to so many bytes. What precedes an error in a compressed file is text; the rest is skipped."""
+        blocks = []
+        while size > 0 and not self.is_cut:
+            try:
+                block = stream.read1(int(min(size, BLOCK)))
+            except READ_ERRORS as error:
+                self.is_cut = True
+                self._skip_rest(error)
+                break
+            if not block:
+                break
+            blocks.append(block)
+            size -= len(block)
+        return b"".join(blocks)
+
+    # -------------------------------------------------------------- text
+
+    def _read_text(self) -> Iterator[tuple[str | None, str]]:
+        """Yield (split, or None if it is the part's, document)."""
+        assert isinstance(self.part, FilePart)
+        with open_decompressed(self.part.path) as stream:
+            if self.source.document_separator is not None:
+                yield from self._read_separated(stream, self.source.document_separator)
+            elif self.part.stop is None:  # it is compressed
+                content = self.read(stream, math.inf)
+                yield from self._read_stretch(io.BytesIO(content), len(content))
             else:
-                yield from _read_stretch(stream, os.path.getsize(part.path), part, bad)
-    else:
-        column = source.column_of(part.path if isinstance(part, FilePart) else None)
-        for text in texts_of(_read_rows(source, part, where, bad), column, where, report, bad):
-            yield Document(part.hold_out.split_of(text), text)
+                yield from self._read_stretch(stream, os.path.getsize(self.part.path))
+
+    def _read_separated(self, stream: io.BufferedReader, separator: str) -> Iterator[tuple[None, str]]:
+        """Yield the documents between separators that begin in a part of a text."""
+        part, pattern, start, num_bytes = self.part, separator_pattern(separator), 0, math.inf
+        assert isinstance(part, FilePart)
+        if part.stop is not None:
+            size = os.path.getsize(part.path)
+            start, stop = (find_start(stream, at, size, pattern, LONGEST_SEARCH) for at in (part.start, part.stop))
+            num_bytes = stop - start
+            stream.seek(start)
+        before = b"\r" if separator.startswith("\n") else b""
+        for number, data in enumerate(self._split(stream, num_bytes, pattern)):
+            self.report.num_separators += number > 0
+            text = self.decode(data.removesuffix(before), is_first=start == number == 0)
+            if text and not text.isspace():
+                yield None, text
+
+    def _split(self, stream: io.BufferedReader, num_bytes: float, pattern: re.Pattern) -> Iterator[bytes]:
+        """Yield the pieces of the next bytes between the matches of a pattern."""
+        rest = b""
+        # More for a long piece, which is searched again.
+        while block := self.read(stream, min(num_bytes, max(BLOCK, len(rest)))):
+            num_bytes -= len(block)
+            *pieces, rest = pattern.split(rest + block)
+            yield from pieces
+        yield rest
+
+    def _read_stretch(self, file: IO[bytes], size: int) -> Iterator[tuple[str | None, str]]:
+        """Yield the lines that begin in a part of a text, as one document; two if a part of them is held out."""
+        part = self.part
+        assert isinstance(part, FilePart)
+        end = size if part.stop is None else part.stop
+        start, stop = (find_line(file, position, size) for position in (part.start, end))
+        limit = round(size * (1 - part.hold_out.tail))
+        limit = find_line(file, limit, size, reach=min(BLOCK, (size - limit) // 2))
+        cut_at = min(max(start, limit), stop)
+        file.seek(start)
+        for num_bytes, is_end in ((cut_at - start, False), (stop - cut_at, True)):
+            if data := file.read(num_bytes):
+                text = self.decode(data, is_first=start == 0 and not is_end)
+                if text and not (text.isspace() and stop - start == size):  # a text may have blank lines
+                    yield "validation" if is_end else None, text
+
+    # -------------------------------------------------------------- rows
+
+    def _read_rows(self) -> Iterator[tuple[None, str | np.ndarray]]:
+        """Yield the text of each row, or its token ids, and count the rows without any."""
+        report = self.report
+        for row in self._rows():
+            if not isinstance(row, dict):
+                self.skip(f"{self.place()}, is a {type(row).__name__}, not an object with a text column")
+                continue
+            if (column := self.source.column_in(row)) is None:
+                report.num_without_column += 1
+                self._note_columns(row)
+                continue
+            text = row[column]
+            if isinstance(text, str) and ("\0" in text or not is_unicode(text)):
+                if self.kind != ".csv":  # JSON can escape half a surrogate pair, which is not a character
+                    text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+                text = text.encode(errors="surrogateescape")
+            if isinstance(text, bytes) and (text := self.decode(text)) is None:
+                continue
+            if text is None or (isinstance(text, str) and (not text or text.isspace())):
+                report.num_blank += 1
+            elif isinstance(text, str):
+                yield None, text
+            elif (ids := token_ids(text)) is None:
+                is_list = isinstance(text, list) and text and all(isinstance(item, str) for item in text)
+                found = "lists of strings; join each into one text" if is_list else type(text).__name__
+                problem = f"column '{column}' holds {found}" + ", neither text nor token ids" * (not is_list)
+                self.skip(f"{self.place()}: {problem}", has_remedy=bool(is_list))
+            elif (mask := row.get(MASK)) is None:
+                report.num_row_ids += len(ids)
+                report.num_padding += count_padding(ids)
+                yield None, ids
+            elif (mask := token_ids(mask)) is None or len(mask) != len(ids):
+                self.skip(f"{self.place()}: {MASK} is not a list with one number for each id in column '{column}'")
+            elif mask.any():
+                yield None, ids[mask != 0]
+            else:
+                report.num_blank += 1
+
+    def _note_columns(self, row: dict) -> None:
+        """Note where else a row has text."""
+        report = self.report
+        for name, value in row.items():
+            if isinstance(value, str) or token_ids(value) is not None:
+                if name not in report.columns[:MOST_COLUMNS]:
+                    report.columns = [*report.columns, str(name)][:MOST_COLUMNS]
+                continue
+            is_dialog = isinstance(value, list) and value and isinstance(value[0], dict)
+            found = [f"column {name} holds dialogs"] if is_dialog else []
+            if isinstance(value, dict):
+                found = [f"column {name}.{key} holds text" for key, text in value.items() if isinstance(text, str)]
+            report.nested += [text for text in found if text not in report.nested][:MOST_COLUMNS]
+
+    def _rows(self) -> Iterator[Any]:
+        """Yield the rows of the part, and set `number`."""
+        if isinstance(self.part, ShardPart):
+            yield from self._numbered(self._read_shards(self.part))
+        elif self.kind == ".parquet":
+            yield from self._numbered(self._read_parquet(self.part))
+        else:
+            with open_decompressed(self.part.path) as stream:
+                if self.kind == ".csv":
+                    yield from self._read_csv(stream)
+                elif self.kind == ".wet":
+                    column = self.source.text_column_name[0]
+                    yield from self._numbered({column: page} for page in read_wet(stream))
+                elif self.kind == ".json" and stream.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
+                    yield from self._numbered(json.loads(self.decode(stream.read(), is_first=True) or "[]"))
+                else:
+                    yield from self._read_jsonl(stream, self.part)
+
+    def _numbered(self, rows: Iterable[Any]) -> Iterator[Any]:
+        for row in rows:
+            self.number += 1
+            yield row
+
+    def _read_parquet(self, part: FilePart) -> Iterator[dict]:
+        with open(part.path, "rb") as opened:  # pyarrow takes no names that are not UTF-8
+            file = pq.ParquetFile(opened, pre_buffer=False)
+            schema, sizes = (
+                file.schema_arrow,
+                [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)],
+            )
+            groups = range(file.num_row_groups) if part.stop is None else range(part.start, part.stop)
+            self.first_number = sum(sizes[: groups.start])
+            if (column := self.source.column_in(schema.names)) is None:
+                empty = dict(zip(schema.names, map(_empty_value, schema.types), strict=True))
+                yield from itertools.repeat(empty, sum(sizes[number] for number in groups))
+                return
+            if schema.names.count(column) > 1:
+                raise UserError(f"{part.path} has {schema.names.count(column)} columns named '{column}'; rename one")
+            names = [column] + [MASK] * (MASK in schema.names and _empty_value(schema.field(MASK).type) == [])
+            for batch in file.iter_batches(ROWS_PER_READ, groups, names, use_threads=False):
+                try:
+                    columns = [batch.column(name).to_pylist() for name in names]
+                except UnicodeDecodeError:
+                    columns = [batch.column(column).cast(pa.binary()).to_pylist()]
+                yield from (dict(zip(names, values, strict=False)) for values in zip(*columns, strict=True))
+
+    def _read_csv(self, stream: io.BufferedReader) -> Iterator[dict]:
+        """Yield the rows. A quote that is not closed ends the file: nobody knows where the next row begins."""
+        lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        reader, names = csv.reader(lines, strict=True), None
+        while True:
+            self.number = reader.line_num + 1
+            try:
+                fields = next(reader, None)
+            except csv.Error as error:
+                reason = "has a quote that is not closed, or text after a quote"
+                raise ValueError(f"line {self.number:,} {reason}") from error
+            if fields is None:
+                return
+            if names is None:
+                names = fields
+                self.decode(",".join(names).encode(errors="surrogateescape"))  # refuses UTF-16
+                continue
+            # pandas writes an index without a name as the first column. Other columns without a name hold cut text.
+            has_cut_text = any(text and not name for name, text in zip(names[1:], fields[1:], strict=False))
+            if fields and (len(fields) != len(names) or has_cut_text):
+                count = f"{len(fields)} fields, the header {len(names) - names[1:].count('')}"
+                self.skip(f"{self.place()}: it has {count}; put text that contains commas in quotes")
+                continue
+            if fields:
+                yield dict(zip(names, fields, strict=True))
+
+    def _read_jsonl(self, stream: io.BufferedReader, part: FilePart) -> Iterator[Any]:
+        """Yield the rows of the lines that begin in a part."""
+        from orjson import loads
+
+        position, stop = 0, math.inf
+        if part.stop is not None:
+            size, pattern = os.path.getsize(part.path), separator_pattern(None)
+            position, stop = (find_start(stream, at, size, pattern) for at in (part.start, part.stop))
+            self.first_number = position
+            stream.seek(position)
+        for line in stream:
+            if position >= stop:
+                return
+            position += len(line)
+            self.number += 1
+            try:
+                yield loads(line)
+            except ValueError:
+                if not line.strip(codecs.BOM_UTF8 + b" \t\r\n") or (text := self.decode(line, is_first=True)) is None:
+                    continue
+                try:  # json accepts more: NaN, half of a surrogate pair, deep nesting
+                    row = json.loads(text)
+                except (ValueError, RecursionError) as error:
+                    self.skip(f"{self.place()} is not JSON: {error}", len(line))
+                    continue
+                yield row
+
+    def _read_shards(self, part: ShardPart) -> Iterator[dict]:
+        """Yield the rows of some shards of a dataset."""
+        if self.source.dataset_name == STANDARD_LIBRARY:
+            column = self.source.text_column_name[0]
+            yield from ({column: text} for text in read_standard_library())
+            return
+        rows = self.source.dataset[part.split].rows.shard(part.count, part.number)
+        if column := self.source.column_in(names := rows.column_names or ()):
+            rows = rows.select_columns([name for name in (column, MASK) if name in names])
+        for batch in rows.iter(ROWS_PER_READ):
+            yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
 
 
-def _read_token_file(part: FilePart, id_bytes: int) -> Iterator[Document]:
-    """Yield the ids of a part of a file of token ids. The last ids of the file may be held out."""
-    start, stop, id_bytes = find_tokens(part.path, id_bytes)
-    limit = stop - id_bytes * round((stop - start) // id_bytes * part.hold_out.tail)
-    end = stop if part.stop is None else part.stop
-    cut_at = min(max(part.start, limit), end)
-    with open(part.path, "rb") as file:
-        for tokens in read_tokens(file, part.start, cut_at, id_bytes):
-            yield Document(part.hold_out.split_of(tokens.ids), tokens)
-        for tokens in read_tokens(file, cut_at, end, id_bytes):
-            yield Document("validation", tokens)
+# ------------------------------------------------------------------ bytes
 
 
-def _read_separated(
-    stream: IO[bytes], separator: str, part: FilePart, report: ReadReport, bad: Bad
-) -> Iterator[Document]:
-    """Yield the documents between separators that begin in a part of a text."""
-    pattern, start, num_bytes = separator_pattern(separator), 0, None
-    if part.stop is not None:
-        size = os.path.getsize(part.path)
-        start, stop = (find_start(stream, position, size, pattern) for position in (part.start, part.stop))
-        num_bytes = stop - start
-        stream.seek(start)
-    before = b"\r" if separator.startswith("\n") else b""
-    for number, data in enumerate(_split(stream, num_bytes, pattern)):
-        report.num_separators += number > 0
-        text = decode(data.removesuffix(before), part.path, bad, is_first=start == number == 0)
-        if text and not text.isspace():
-            yield Document(part.hold_out.split_of(text), text)
+def is_other_encoding(num_bad: int, num_bytes: int) -> bool:
+    """Return whether bytes that are not UTF-8 are too many to be damage."""
+    return num_bad > max(FEW_BYTES, SMALL_SHARE * num_bytes)
 
 
-def _read_stretch(file: IO[bytes], size: int, part: FilePart, bad: Bad) -> Iterator[Document]:
-    """Yield the lines that begin in a part of a text, as one document; two if a part of them is held out."""
-    end = size if part.stop is None else part.stop
-    start, stop = (find_line(file, position, size) for position in (part.start, end))
-    limit = round(size * (1 - part.hold_out.tail))
-    limit = find_line(file, limit, size, reach=min(BLOCK, (size - limit) // 2))
-    cut_at = min(max(start, limit), stop)
-    file.seek(start)
-    for num_bytes, is_end in ((cut_at - start, False), (stop - cut_at, True)):
-        if data := file.read(num_bytes):
-            text = decode(data, part.path, bad, is_first=start == 0 and not is_end)
-            if text and not (text.isspace() and stop - start == size):  # a text may have blank lines
-                yield Document("validation" if is_end else part.hold_out.split_of(text), text)
+def is_unicode(text: str) -> bool:
+    """Return whether a text has no surrogates, which stand for bytes that are not UTF-8, or for half a character."""
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def separator_pattern(separator: str | None) -> re.Pattern:
@@ -291,10 +522,11 @@ def separator_pattern(separator: str | None) -> re.Pattern:
     return re.compile(rb"\r?\n".join(lines).removeprefix(rb"\r?"))
 
 
-def find_start(file: IO[bytes], position: int, size: int, pattern: re.Pattern) -> int:
+def find_start(file: IO[bytes], position: int, size: int, pattern: re.Pattern, reach: float = math.inf) -> int:
     """Return the first start of a document at or after a position: where a separator ends, or the file.
 
-    The result depends on the file and the position only, so a unit ends exactly where the next one begins.
+    Without a separator within `reach` bytes, the start of a line there. The result depends on the file and the
+    position only, so a unit ends exactly where the next one begins.
     """
     if position <= 0 or position >= size:
         return position
@@ -302,7 +534,7 @@ def find_start(file: IO[bytes], position: int, size: int, pattern: re.Pattern) -
     base = max(0, position - longest)
     file.seek(base)
     buffer = file.read(BLOCK)
-    while True:
+    while base < position + reach:
         for match in pattern.finditer(buffer):
             if base + match.end() >= position:
                 return base + match.end()
@@ -310,12 +542,13 @@ def find_start(file: IO[bytes], position: int, size: int, pattern: re.Pattern) -
             return size
         base += max(0, len(buffer) - longest)
         buffer = buffer[-longest:] + block
+    return find_line(file, int(position + reach), size)
 
 
 def find_line(file: IO[bytes], position: int, size: int, reach: int = BLOCK) -> int:
     """Return the last start of a line within `reach` bytes before a position; else of a word; else of a character."""
     if position <= 0 or position >= size:
-        return position
+        return min(position, size)
     begin = max(0, position - reach)
     file.seek(begin)
     window = file.read(position - begin)
@@ -325,167 +558,7 @@ def find_line(file: IO[bytes], position: int, size: int, reach: int = BLOCK) -> 
     return position + next(i for i, byte in enumerate(file.read(4) + b" ") if byte & 0xC0 != 0x80)
 
 
-def _split(stream: IO[bytes], num_bytes: int | None, pattern: re.Pattern) -> Iterator[bytes]:
-    """Yield the pieces of the next bytes (None: all) between the matches of a pattern."""
-    left, rest = math.inf if num_bytes is None else num_bytes, b""
-    while block := stream.read(
-        int(min(left, max(BLOCK, len(rest))))
-    ):  # more for a long piece, which is searched again
-        left -= len(block)
-        *pieces, rest = pattern.split(rest + block)
-        yield from pieces
-    yield rest
-
-
-def decode(data: bytes, where: str, bad: Bad, is_first: bool = False) -> str:
-    """Return the text, without lines that are not UTF-8 or contain NUL bytes."""
-    data = data.removeprefix(codecs.BOM_UTF8) if is_first else data
-    try:
-        if b"\0" not in data:
-            return data.decode()
-    except UnicodeDecodeError:
-        pass
-    lines = []
-    for line in data.splitlines(keepends=True):
-        try:
-            if b"\0" in line:
-                bad(not_text(where), len(line))
-            else:
-                lines.append(line.decode())
-        except UnicodeDecodeError:
-            bad(not_utf8(where), len(line))
-    return "".join(lines)
-
-
 # ------------------------------------------------------------------ rows
-
-
-def _read_rows(source: TextSource, part: FilePart | ShardPart, where: str, bad: Bad) -> Iterator[Any]:
-    """Yield the rows of a part."""
-    if isinstance(part, ShardPart):
-        yield from _read_shards(source, part)
-        return
-    kind, column = kind_of(part.path), source.column_of(part.path)
-    if kind == ".parquet":
-        yield from _read_parquet(part, column, bad)
-        return
-    with open_decompressed(part.path) as stream:
-        if kind == ".csv":
-            yield from _read_csv(stream, column, where, bad)
-        elif kind == ".wet":
-            yield from ({column: decode(page, where, bad)} for page in read_wet(stream))
-        elif kind == ".json" and stream.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
-            yield from json.load(stream)
-        else:
-            yield from _read_jsonl(stream, part, bad)
-
-
-def _read_parquet(part: FilePart, column: str, bad: Bad) -> Iterator[dict]:
-    file = pq.ParquetFile(part.path, pre_buffer=False)
-    schema = file.schema_arrow
-    groups = range(file.num_row_groups) if part.stop is None else range(part.start, part.stop)
-    if column not in schema.names:
-        num_rows = sum(file.metadata.row_group(number).num_rows for number in groups)
-        empty = dict(zip(schema.names, map(_empty_value, schema.types), strict=True))
-        yield from itertools.repeat(empty, num_rows)
-        return
-    names = [column] + [MASK] * (MASK in schema.names and _empty_value(schema.field(column).type) == [])
-    for batch in file.iter_batches(ROWS_PER_READ, groups, names, use_threads=False):
-        try:
-            columns = [batch.column(name).to_pylist() for name in names]
-        except UnicodeDecodeError:
-            texts = batch.column(column).cast(pa.binary()).to_pylist()
-            columns = [[text and decode(text, part.path, bad) for text in texts]]
-        yield from (dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True))
-
-
-def _empty_value(kind: pa.DataType) -> str | list | None:
-    """Return a value for a column that is not read: text, token ids, or None for a type that holds neither."""
-    lists = pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list
-    if any(is_list(kind) for is_list in lists) and pa.types.is_integer(kind.value_type):
-        return []
-    return None if pa.types.is_nested(kind) or pa.types.is_primitive(kind) else ""
-
-
-def _read_csv(stream: IO[bytes], column: str, where: str, bad: Bad) -> Iterator[dict]:
-    """Yield the rows with as many fields as the header. After a bad quote, reads on from the row's second line."""
-    lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
-    row_lines, to_reread = [], deque()
-    names, number = None, 0  # names of the columns; lines before the row
-
-    def feed() -> Iterator[str]:
-        while line := to_reread.popleft() if to_reread else lines.readline():
-            row_lines.append(line)
-            yield line
-
-    reader = csv.reader(feed(), strict=True)
-    while True:
-        row_lines.clear()
-        try:
-            fields = next(reader, None)
-        except csv.Error:  # the error may be a thousand lines after the quote
-            reason = f"cannot read {where}: line {number + 1:,} has a quote that is not closed, or text after a quote"
-            bad(reason, len(row_lines[0]))
-            to_reread.extendleft(reversed(row_lines[1:]))
-            reader, number = csv.reader(feed(), strict=True), number + 1
-            continue
-        if fields is None:
-            return
-        line, number = number + 1, number + len(row_lines)
-        if names is None:
-            names = fields
-            if not is_utf8("".join(names)):
-                reason = not_text if "\0" in "".join(names) else not_utf8
-                bad(reason(where), os.path.getsize(where))
-                return
-            continue
-        # pandas writes an index without a name as the first column. Other columns without a name hold cut text.
-        has_cut_text = any(text and not name for name, text in zip(names[1:], fields[1:], strict=False))
-        if fields and (len(fields) != len(names) or has_cut_text):
-            count = f"{len(fields)} fields, the header {len(names) - names[1:].count('')}"
-            reason = f"cannot read {where}: line {line:,} has {count}; put text that contains commas in quotes"
-            bad(reason, sum(map(len, row_lines)))
-            continue
-        row = dict(zip(names, fields, strict=False))
-        if not is_utf8(row.get(column, "")):
-            bad(not_utf8(f"{where}, line {line:,},"), sum(map(len, row_lines)))
-        elif fields:
-            yield row
-
-
-def is_utf8(text: str) -> bool:
-    """Return whether a text read with `surrogateescape` was UTF-8."""
-    return text.isascii() or not re.search("[\udc80-\udcff]", text)
-
-
-def _read_jsonl(stream: IO[bytes], part: FilePart, bad: Bad) -> Iterator[Any]:
-    """Yield the rows of the lines that begin in a part."""
-    from orjson import loads
-
-    position, stop = 0, math.inf
-    if part.stop is not None:
-        size, pattern = os.path.getsize(part.path), separator_pattern(None)
-        position, stop = (find_start(stream, at, size, pattern) for at in (part.start, part.stop))
-        stream.seek(position)
-    for line in stream:
-        if position >= stop:
-            return
-        position += len(line)
-        try:
-            row = loads(line)
-        except ValueError:
-            if not line.strip(codecs.BOM_UTF8 + b" \t\r\n"):
-                continue
-            try:  # json accepts more: a byte order mark, NaN, half of a surrogate pair, deep nesting
-                row = json.loads(line)
-            except UnicodeDecodeError:
-                bad(not_text(part.path) if b"\0" in line else not_utf8(part.path), len(line))
-                continue
-            except (ValueError, RecursionError) as error:
-                reason = f"cannot read {part.path}: the line that ends at byte {position:,} is not JSON: {error}"
-                bad(not_text(part.path) if b"\0" in line else reason, len(line))
-                continue
-        yield row
 
 
 def read_wet(stream: IO[bytes]) -> Iterator[bytes]:
@@ -505,55 +578,13 @@ def read_wet(stream: IO[bytes]) -> Iterator[bytes]:
             yield payload
 
 
-def _read_shards(source: TextSource, part: ShardPart) -> Iterator[dict]:
-    """Yield the rows of some shards of a dataset."""
-    column = source.column_of()
-    if source.dataset_name == STANDARD_LIBRARY:
-        yield from ({column: text} for text in read_standard_library())
-        return
-    rows = source.dataset[part.split].rows.shard(part.count, part.number)
-    if column in (names := rows.column_names or ()):
-        rows = rows.select_columns([name for name in (column, MASK) if name in names])
-    for batch in rows.iter(ROWS_PER_READ):
-        yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
-
-
-def texts_of(rows: Iterable[Any], column: str, where: str, report: ReadReport, bad: Bad) -> Iterator[str | np.ndarray]:
-    """Yield the text of each row, or its token ids, and count the rows without any."""
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            bad(f"{where}, row {number} is a {type(row).__name__}, not an object with a text column", 0)
-            continue
-        text = row.get(column)
-        if column not in row:
-            report.num_without_column += 1
-            names = [
-                str(name) for name, value in row.items() if isinstance(value, str) or token_ids(value) is not None
-            ]
-            names = [name for name in names if name not in report.columns]
-            report.columns += names[: MOST_COLUMNS - len(report.columns)]
-        elif text is None or (isinstance(text, str) and (not text or text.isspace())):
-            report.num_blank += 1
-        elif isinstance(text, str):
-            if not text.isascii():
-                try:
-                    text.encode("utf-8")
-                except UnicodeEncodeError:  # JSON can escape half a surrogate pair, which is not a character
-                    text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-            yield text
-        elif (ids := token_ids(text)) is None:
-            problem = f"column '{column}' holds {type(text).__name__}, neither text nor a list of token ids"
-            bad(f"{where}, row {number}: {problem}", 0)
-        elif (mask := row.get(MASK)) is None:
-            report.num_row_ids += len(ids)
-            report.num_padding += count_padding(ids)
-            yield ids
-        elif (mask := token_ids(mask)) is None or len(mask) != len(ids):
-            bad(f"{where}, row {number}: {MASK} is not a list with one number for each id in column '{column}'", 0)
-        elif mask.any():
-            yield ids[mask != 0]
-        else:
-            report.num_blank += 1
+def _empty_value(kind: pa.DataType) -> str | list | dict | None:
+    """Return a value for a column that is not read: text, token ids, a nested column, or None for other types."""
+    if pa.types.is_struct(kind):
+        return {kind.field(n).name: _empty_value(kind.field(n).type) for n in range(kind.num_fields)}
+    if any(is_list(kind) for is_list in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)):
+        return [] if pa.types.is_integer(kind.value_type) else [_empty_value(kind.value_type)]
+    return None if pa.types.is_nested(kind) or pa.types.is_primitive(kind) else ""
 
 
 def token_ids(value: Any) -> np.ndarray | None:

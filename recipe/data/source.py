@@ -6,13 +6,14 @@ import hashlib
 import os
 import re
 from argparse import Namespace
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recipe.config import STANDARD_LIBRARY, TEXT_OPTIONS, TrainConfig
 from recipe.data.files import (
-    KINDS,
+    TOKENS,
     Files,
     digest_files,
     find_files,
@@ -20,10 +21,13 @@ from recipe.data.files import (
     identify_standard_library,
     kind_of,
 )
+from recipe.data.tokenizer import count_ids
+from recipe.data.tokens import Scan, scan_tokens
 from recipe.errors import UserError, check_local_path, one_line
 
 if TYPE_CHECKING:
     import datasets
+    from transformers import PreTrainedTokenizerFast
 
 NUM_UNITS, SMALLEST_UNIT = 256, 8_000_000  # see recipe/data/cut.py
 
@@ -34,10 +38,10 @@ class TextSource:
 
     train_files, validation_files: files, folders (all supported files in them) and glob patterns.
     dataset_revision: branch, tag or commit of a dataset on the Hub; by default the newest.
-    text_column_name: of all files, or KIND=NAME for those of one kind.
+    text_column_name: the text of a row is in the first of these columns that it has.
     document_separator: cuts text files into documents, for example a blank line; without it, a file is a document.
     parse_special_tokens: whether special tokens of the tokenizer in a text become their ids.
-    id_bytes: of each id in token files without a header.
+    vocab_size: of the tokenizer that made token files, which have ids of 16 bits up to 65,536 tokens, else of 32.
     """
 
     train_files: tuple[str, ...] = ()
@@ -46,12 +50,12 @@ class TextSource:
     dataset_config_name: str | None = None
     dataset_revision: str | None = None
     dataset_split: str = "train"
-    text_column_name: str | tuple[str, ...] = "text"
+    text_column_name: tuple[str, ...] = ("text",)
     document_separator: str | None = None
     validation_split_percentage: float = 5.0
     skip_bad_files: bool = False
     parse_special_tokens: bool = False
-    id_bytes: int = 2
+    vocab_size: int = 2**16
 
     def __post_init__(self):
         for is_valid, message in (
@@ -70,10 +74,6 @@ class TextSource:
         options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return TextSource, tuple((options | {"dataset_revision": self.commit}).values())
 
-    def read_with(self, vocab_size: int) -> "TextSource":
-        """Return the source as it is read for a tokenizer of this size, whose ids may need 32 bits."""
-        return dataclasses.replace(self, id_bytes=4) if vocab_size > 2**16 else self
-
     @functools.cached_property
     def held_out_files(self) -> Files:
         """The separate validation files."""
@@ -83,6 +83,25 @@ class TextSource:
     def files(self) -> Files:
         """The training files, which exclude the validation files."""
         return find_files(self.train_files, self.held_out_files.paths)
+
+    @property
+    def is_tokenized(self) -> bool:
+        """Whether the files hold packed token ids. Raises `UserError` if only some of them do."""
+        paths = [*self.files.paths, *self.held_out_files.paths]
+        count = sum(kind_of(path) == TOKENS for path in paths)
+        if 0 < count < len(paths):
+            remedy = "prepare both with scripts/prepare_data.py, and pass --dataset_dir A B"
+            raise UserError(f"{self.name}: {TOKENS} files of token ids and text are two datasets; {remedy}")
+        return count > 0
+
+    def for_tokenizer(self, tokenizer: "PreTrainedTokenizerFast | None") -> "TextSource":
+        """Return the source as it is read for a tokenizer, which token files must have."""
+        if not self.is_tokenized:
+            return self
+        if tokenizer is None:
+            raise UserError(f"{self.name} is already tokenized; pass its --tokenizer_name")
+        size = count_ids(tokenizer)
+        return self if size == self.vocab_size else dataclasses.replace(self, vocab_size=size)
 
     @property
     def has_validation(self) -> bool:
@@ -96,13 +115,15 @@ class TextSource:
         """For messages."""
         return self.dataset_name or ", ".join(self.train_files[:3])
 
-    def column_of(self, path: str | None = None) -> str:
-        """Return the name of the text column in a file, or in a dataset."""
-        names = [self.text_column_name] if isinstance(self.text_column_name, str) else self.text_column_name
-        pairs = [name.partition("=") for name in names]
-        by_kind = {f".{kind}": name for kind, equals, name in pairs if equals and f".{kind}" in KINDS}
-        others = [name for name, (kind, _, _) in zip(names, pairs, strict=True) if f".{kind}" not in by_kind]
-        return by_kind.get(kind_of(path) if path else "", others[0] if others else "text")
+    def column_in(self, names: Iterable[str]) -> str | None:
+        """Return the name of the text column among those of a row or file."""
+        return next((name for name in self.text_column_name if name in names), None)
+
+    @property
+    def splits_lines(self) -> bool:
+        """Whether each line is a document, as `datasets` reads .txt files."""
+        paths = () if self.dataset_name in (None, STANDARD_LIBRARY) else self.dataset_paths or ()
+        return any(".txt" in Path(path).suffixes for path in paths)
 
     @functools.cached_property
     def dataset(self) -> "dict[str, OpenedSplit]":
@@ -130,12 +151,13 @@ class TextSource:
         if self.dataset_name is not None:
             options |= {name: getattr(self, name) for name in ("dataset_config_name", "dataset_split")}
             options["dataset_name"] = self.dataset_name if self.is_on_hub else Path(self.dataset_name).name
-        return {**options, "content": self.content_identity()}
+        return {**options, "text_column_name": list(self.text_column_name), "content": self.content_identity()}
 
     def content_identity(self) -> list[str] | str | None:
         """Return what identifies the content."""
         if self.dataset_name is None:
-            return [identify_files(files.paths) for files in (self.files, self.held_out_files)]
+            scan = self.scan if self.is_tokenized else None
+            return [identify_files(files.paths, scan) for files in (self.files, self.held_out_files)]
         if self.dataset_name == STANDARD_LIBRARY:
             return identify_standard_library()
         if (paths := self.dataset_paths) is None:
@@ -147,6 +169,20 @@ class TextSource:
             names = [os.path.relpath(path, self.dataset_name) for path in paths]
             files = list(zip(names, digest_files(paths), map(os.path.getsize, paths), strict=True))
         return hashlib.sha256(repr(sorted(files)).encode()).hexdigest()
+
+    @functools.cached_property
+    def scans(self) -> dict[str, Scan]:
+        """What `scan` has found so far, by path."""
+        return {}
+
+    def scan(self, path: str) -> str:
+        """Hash a file of token ids, and count them in the same pass. Returns the hash."""
+        self.scans[path] = scan_tokens(path, self.vocab_size, 0 if self.has_validation else self.held_out_share)
+        return self.scans[path].digest
+
+    @property
+    def held_out_share(self) -> float:
+        return self.validation_split_percentage / 100
 
     @property
     def num_dataset_bytes(self) -> int:
@@ -197,10 +233,14 @@ class OpenedSplit(NamedTuple):
 
 
 def open_hub_splits(name: str, config_name: str | None, commit: str | None) -> dict[str, OpenedSplit]:
-    """Open a Hub dataset, a local one, or one written by `save_to_disk`. Raises `UserError` if that fails."""
+    """Open a Hub dataset, a local one, or one written by `save_to_disk`.
+
+    Raises `UserError` if that fails, or if its card names files of others.
+    """
     import datasets  # imported here because it takes a second, which files do not need
 
     folder, opened = Path(name), {}
+    roots = [folder.absolute(), folder.resolve()] if folder.is_dir() else []
     check_local_path(name)
     try:
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
@@ -211,9 +251,16 @@ def open_hub_splits(name: str, config_name: str | None, commit: str | None) -> d
                 opened[split] = OpenedSplit(shards, [file["filename"] for file in rows.cache_files])
             return opened
         builder: Any = datasets.load_dataset_builder(name, config_name, revision=commit)
+        for files in builder.config.data_files.values():
+            for path in files:  # as the card says, which a stranger has written
+                is_own = path.startswith(f"hf://datasets/{name}@") and ".." not in Path(path).parts
+                if not (is_own or any(Path(os.path.abspath(path)).is_relative_to(root) for root in roots)):
+                    raise UserError(f"the card of dataset {name} names a file outside of it: {path}")
         for split, rows in builder.as_streaming_dataset().items():
             opened[split] = OpenedSplit(rows.reshard(), list(builder.config.data_files[split]))
         return opened
+    except UserError:
+        raise
     except Exception as error:  # the Hub client, datasets and the file system raise various errors
         raise UserError(f"cannot open dataset {name}: {one_line(error)}") from error
 
@@ -223,8 +270,7 @@ def source_from(config: TrainConfig | Namespace) -> TextSource:
     options = {name: getattr(config, name) for name in ("dataset_name", *TEXT_OPTIONS)}
     if not 0 < (percentage := options["validation_split_percentage"]) < 100:
         raise UserError(f"validation_split_percentage must be between 0 and 100, got {percentage}")
-    columns = options["text_column_name"] or ["text"]
-    options["text_column_name"] = columns[0] if len(columns) == 1 else tuple(columns)
+    options["text_column_name"] = tuple(options["text_column_name"] or ["text"])
     source = TextSource(tuple(config.train_file or ()), tuple(options.pop("validation_file") or ()), **options)
     _ = source.files  # raises if they do not exist
     return source

@@ -24,11 +24,10 @@ from recipe.config import TrainConfig
 from recipe.data.batches import TrainOrder, example_rows, row_shift
 from recipe.data.cut import Unit
 from recipe.data.encode import choose_encoder
-from recipe.data.packed import PackedDataset, PackedSplit, encoding_of
+from recipe.data.pack import Encoding, Job, UnitWorkers
+from recipe.data.packed import PackedDataset, PackedSplit, Stretch
 from recipe.data.read import list_units, read_sample
 from recipe.data.source import source_from
-from recipe.data.tokenizer import open_tokenizer
-from recipe.data.units import Job, UnitWorkers
 from recipe.environment import count_cpus
 from recipe.errors import LostProcessError, UserError
 
@@ -86,8 +85,10 @@ class TextStream:
                     "the process that tokenizes the text on this machine has ended; its output says why"
                 )
             time.sleep(POLL_SECONDS)
-        chunks = json.loads(summary.read_text())["splits"]["train"]["chunks"]
-        self.opened[number] = PackedSplit(self.folder / "train", chunks, self.block_size, self.vocab_size)
+        found, path = json.loads(summary.read_text()), str(self.folder / f"train-{number:05d}.bin")
+        count = found["splits"]["train"]["tokens"]
+        stretches = [Stretch(path, found["type"], 0, count)] if count else []
+        self.opened[number] = PackedSplit(str(self.folder), stretches, self.block_size, self.vocab_size)
         return self.opened[number]
 
     def _unit_of(self, number: int) -> int:
@@ -99,7 +100,7 @@ class TextStream:
             del self.opened[number]
             self.futures.pop(number, None)
             if self.workers is not None:
-                for path in (f"train/{number:05d}.arrow", f"units/{number:05d}.json"):
+                for path in (f"train-{number:05d}.bin", f"units/{number:05d}.json"):
                     (self.folder / path).unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -146,11 +147,12 @@ def read_stream(
 def open_stream(config: TrainConfig, dataset: PackedDataset, rank: int, gather: Gather) -> TextStream:
     """Open the run's text. dataset: its prepared part, which has its tokenizer."""
     revision = dataset.metadata["source"]["dataset_revision"]  # the commit that all processes read
-    source = source_from(dataclasses.replace(config, dataset_revision=revision)).read_with(dataset.vocab_size)
-    tokenizer_dir = str(dataset.directory / "tokenizer")
+    source, encoding = (
+        source_from(dataclasses.replace(config, dataset_revision=revision)),
+        Encoding.of(dataset.tokenizer),
+    )
     units = [unit for unit in list_units(source) if not unit.is_validation]
-    sample = read_sample(source, units)
-    encoder, _ = choose_encoder(open_tokenizer(Path(tokenizer_dir)), sample, source.parse_special_tokens)
-    prefix = encoding_of(dataset.metadata)["document_prefix"]
-    job = Job(source, "", tokenizer_dir, prefix, ("train",), is_temporary=True)
+    sample = [text for text in read_sample(source, units) if isinstance(text, str)]
+    encoder, _, _ = choose_encoder(encoding.tokenizer_json, sample, source.parse_special_tokens)
+    job = Job(source, "", encoding, ("train",), is_temporary=True)
     return TextStream(job, units, encoder, dataset, config.seed, rank, gather)

@@ -1,105 +1,35 @@
 """Tokenizers: load, train, identify, save.
 
-A tokenizer is its tokenizer.json. The processes that tokenize read it directly; transformers, which takes seconds to
-import, loads the tokenizers of users.
+A tokenizer is its tokenizer.json. `PreTrainedTokenizerFast` loads it as it is; other classes of Transformers 5, such
+as GPT2Tokenizer, rebuild parts of it. The processes that tokenize get the JSON, and import nothing of transformers.
 """
 
-import functools
 import hashlib
 import json
 import re
+import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-from tokenizers import Tokenizer
-from tokenizers.models import Unigram, WordPiece
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tqdm import tqdm
 
+from recipe.disk import write_file
 from recipe.environment import only_cached
-from recipe.errors import UserError, check_local_path, one_line
+from recipe.errors import UserError, check_local_path, one_line, short_reason
 from recipe.progress import progress_target
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# Types of the parts of a tokenizer.json.
-DROP_SPACES = {"Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit", "Removed"}
-SPELLS_BYTES = "ByteLevel"
-ADDING_OPTIONS = ("add_bos_token", "add_eos_token")  # classes of Transformers make a template from these
-# Loads any tokenizer.json as it is. In Transformers 5, classes such as GPT2Tokenizer rebuild parts of it.
+END_OF_TEXT = "<|endoftext|>"
 OWN_CLASS = "PreTrainedTokenizerFast"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+ADDING_OPTIONS = ("add_bos_token", "add_eos_token")  # classes of Transformers make a template from these
+DROP_SPACES = {"Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit"}  # in tokenizer.json
 LONG_WORD = re.compile(r"\S{1000}(?=\S)")
-
-
-@dataclass
-class TextTokenizer:
-    """A tokenizer.json and its tokenizer_config.json, with the names that transformers' tokenizers have."""
-
-    backend_tokenizer: Tokenizer
-    config: dict
-
-    @property
-    def eos_token(self) -> str:
-        token = self.config["eos_token"]
-        return token["content"] if isinstance(token, dict) else token
-
-    @property
-    def eos_token_id(self) -> int:
-        return cast(int, self.backend_tokenizer.token_to_id(self.eos_token))  # `read_tokenizer` found it
-
-    @functools.cached_property
-    def token_bytes(self) -> np.ndarray:
-        """From `count_token_bytes`, int64 [vocabulary]."""
-        return count_token_bytes(self)
-
-    def __len__(self) -> int:
-        return len(self.token_bytes)
-
-    @functools.cached_property
-    def unknown_id(self) -> int | None:
-        return unknown_id(self)
-
-    @functools.cached_property
-    def prefix(self) -> list[int]:
-        """The ids in front of each document."""
-        return added_ids(self)[0]
-
-    @functools.cached_property
-    def sha256(self) -> str:
-        return _sha256(self)
-
-    @property
-    def files(self) -> dict[str, bytes]:
-        """Both files, by name."""
-        config = json.dumps(self.config, indent=2, sort_keys=True) + "\n"
-        content = {"tokenizer.json": self.backend_tokenizer.to_str(pretty=True), "tokenizer_config.json": config}
-        return {name: text.encode() for name, text in content.items()}
-
-    def save_pretrained(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        for name, content in self.files.items():
-            (directory / name).write_bytes(content)
-
-
-def open_tokenizer(directory: Path) -> TextTokenizer:
-    """Open the tokenizer of a prepared dataset."""
-    backend = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    return TextTokenizer(backend, json.loads((directory / "tokenizer_config.json").read_text("utf-8")))
-
-
-def read_tokenizer(name_or_path: str) -> TextTokenizer:
-    """Read a tokenizer from a folder or the Hub. Raises `UserError` if it lacks an end-of-text token."""
-    return _plain(load_tokenizer(name_or_path))
-
-
-def _plain(tokenizer: "PreTrainedTokenizerFast") -> TextTokenizer:
-    """Keep what determines the ids, and the template for chats."""
-    config = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name.endswith("_token")}
-    config |= {"chat_template": tokenizer.chat_template} if tokenizer.chat_template else {}
-    return TextTokenizer(tokenizer.backend_tokenizer, config | {"tokenizer_class": OWN_CLASS})
 
 
 def load_tokenizer(name_or_path: str, revision: str | None = None) -> "PreTrainedTokenizerFast":
@@ -116,7 +46,7 @@ def load_tokenizer(name_or_path: str, revision: str | None = None) -> "PreTraine
         options: dict[str, Any] = {"revision": revision, "local_files_only": local}
         auto_class = PreTrainedTokenizerFast if has_file(name_or_path, "tokenizer.json", **options) else AutoTokenizer
         tokenizer = auto_class.from_pretrained(name_or_path, trust_remote_code=False, **options)
-        if tokenizer.eos_token is None:  # the class may know it
+        if tokenizer.eos_token is None:  # only its class knows it: GPT-2's files on the Hub do not name it
             by_class = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False, **options)
             tokenizer.add_special_tokens(by_class.special_tokens_map)
     except Exception as error:  # transformers and the Hub client raise OSError, ValueError, KeyError, ...
@@ -142,21 +72,63 @@ def load_saved_tokenizer(
     tokenizer = load_tokenizer(str(directory))
     if tokenizer_sha256(tokenizer) != sha256:
         raise UserError(f"{directory} is not the tokenizer that made this dataset; prepare the dataset again")
-    if added_ids(tokenizer) != ([], []) and not document_prefix:
-        tokenizer.backend_tokenizer.post_processor = None
     if not document_prefix:
+        without_template(tokenizer)
         tokenizer.bos_token = tokenizer.eos_token  # what is in front of a document
     tokenizer.split_special_tokens = tokenizer.init_kwargs["split_special_tokens"] = not parse_special_tokens
     return tokenizer
 
 
-def train_tokenizer(documents: Iterable[str], vocab_size: int) -> TextTokenizer:
+def saved_files(tokenizer: "PreTrainedTokenizerFast") -> dict[str, bytes]:
+    """Return the files of a tokenizer, by name, as Transformers 4 and 5 read them. Raises `UserError` if it cannot."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+            files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    except Exception as error:  # tokenizers (0.23) raises a plain one if the disk is full
+        raise UserError(f"cannot write a tokenizer to {tempfile.gettempdir()}: {short_reason(error)}") from error
+    config = json.loads(files[TOKENIZER_CONFIG])
+    # These two say how this process loaded the tokenizer.
+    config = {key: value for key, value in config.items() if key not in ("is_local", "local_files_only")}
+    return files | {TOKENIZER_CONFIG: as_json(config | for_transformers_4(config))}
+
+
+def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", directory: Path) -> None:
+    """Write a tokenizer's files, each complete or not at all, tokenizer.json last."""
+    for name, content in sorted(saved_files(tokenizer).items(), key=lambda item: item[0] == "tokenizer.json"):
+        write_file(directory / name, content)
+
+
+def for_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the changes that let Transformers 4 read a tokenizer_config.json written by 5.24."""
+    changes: dict[str, Any] = {}
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        names = config.get("model_input_names", ["input_ids", "attention_mask"])  # 4 adds token_type_ids
+        changes = {"tokenizer_class": OWN_CLASS, "model_input_names": names}
+    if isinstance(tokens := config.get("extra_special_tokens"), list):
+        changes |= {"additional_special_tokens": tokens, "extra_special_tokens": {}}
+    return changes
+
+
+def as_json(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+# ------------------------------------------------------------------ train
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
     """Train a byte-level BPE like GPT-2's: it encodes any text, and `<|endoftext|>` ends documents.
 
     A small text may yield fewer than vocab_size tokens, but at least 257.
     """
-    from transformers import GPT2Tokenizer
+    from transformers import PreTrainedTokenizerFast
 
+    backend = Tokenizer(models.BPE(continuing_subword_prefix="", end_of_word_suffix=""))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder, backend.post_processor = decoders.ByteLevel(), processors.ByteLevel(trim_offsets=False)
+    options = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END_OF_TEXT], **options)
     size = 100_000  # characters per slice of a text, because one thread counts each slice
     slices = (text[start : start + size] for text in documents for start in range(0, len(text), size))
     options = {"unit": "char", "unit_scale": True, "dynamic_ncols": True, "delay": 2, **progress_target()}
@@ -167,8 +139,9 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> TextTokenizer:
                 yield from cut_words(text)
                 progress.update(len(text))
 
-        trained = GPT2Tokenizer().train_new_from_iterator(words(), vocab_size=vocab_size, show_progress=False)
-    return _plain(trained)
+        backend.train_from_iterator(words(), trainer)
+    end = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **end)
 
 
 def cut_words(text: str) -> Iterator[str]:
@@ -180,31 +153,30 @@ def cut_words(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def describe_vocabulary(tokenizer: TextTokenizer, vocab_size: int) -> str:
+def describe_vocabulary(tokenizer: "PreTrainedTokenizerFast", vocab_size: int) -> str:
     """Return the size of a newly trained tokenizer, and why it is not vocab_size."""
-    if len(tokenizer) == vocab_size:
+    if (size := count_ids(tokenizer)) == vocab_size:
         return f"{vocab_size:,} tokens"
-    return f"{len(tokenizer):,} tokens (the text is too small for the requested {vocab_size:,})"
+    return f"{size:,} tokens (the text is too small for the requested {vocab_size:,})"
 
 
-def tokenizer_sha256(tokenizer: "TextTokenizer | PreTrainedTokenizerFast") -> str:
+# ------------------------------------------------------------------ what its ids are
+
+
+def tokenizer_sha256(tokenizer: "PreTrainedTokenizerFast") -> str:
     """Hash everything that turns text into ids. Saving and loading does not change it."""
-    return tokenizer.sha256 if isinstance(tokenizer, TextTokenizer) else _sha256(tokenizer)
-
-
-def _sha256(tokenizer: "TextTokenizer | PreTrainedTokenizerFast") -> str:
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     relevant = {key: content[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
     relevant["eos_token_id"] = tokenizer.eos_token_id
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
 
 
-def count_ids(tokenizer: "TextTokenizer | PreTrainedTokenizerFast", with_added_tokens: bool = True) -> int:
+def count_ids(tokenizer: "PreTrainedTokenizerFast", with_added_tokens: bool = True) -> int:
     """Return the largest id + 1, which is more than the number of tokens if there are gaps."""
     return 1 + max(tokenizer.backend_tokenizer.get_vocab(with_added_tokens).values(), default=-1)
 
 
-def end_of_text(tokenizer: "TextTokenizer | PreTrainedTokenizerFast") -> int:
+def end_of_text(tokenizer: "PreTrainedTokenizerFast") -> int:
     """Return the id of the end-of-text token; Transformers' type allows anything."""
     return cast(int, tokenizer.eos_token_id)
 
@@ -214,79 +186,66 @@ def list_ids(ids: int | list[int] | None) -> list[int]:
     return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
-def special_tokens(tokenizer: TextTokenizer) -> set[str]:
-    """Return the tokens that stand for no text."""
-    added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
-    return {tokenizer.eos_token, *(token.content for token in added if token.special)}
+def special_tokens(tokenizer: "PreTrainedTokenizerFast") -> dict[int, str]:
+    """Return the tokens that stand for no text, by id. The one for unknown text does."""
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder().items()
+    special = {index: token.content for index, token in added if token.special and index != unknown_id(tokenizer)}
+    return special | {end_of_text(tokenizer): str(tokenizer.eos_token)}
 
 
-def state_of(part: Any) -> dict:
-    """Return a part of a tokenizer as in tokenizer.json. Writing the whole tokenizer would take 0.1 s."""
-    return json.loads(part.__getstate__())
+def text_ids(tokenizer: "PreTrainedTokenizerFast") -> np.ndarray:
+    """Return which ids stand for text, bool [vocabulary]."""
+    is_text = np.ones(count_ids(tokenizer), bool)
+    is_text[list(special_tokens(tokenizer))] = False
+    return is_text
 
 
-def steps_of(backend: Tokenizer) -> set[str]:
-    """Return the types of the pre-tokenizers and decoders; `Removed` for one that drops what it matches."""
-
-    def types(state: dict) -> Iterator[str]:
-        yield "Removed" if state.get("behavior") == "Removed" else state["type"]
-        for part in state.get("pretokenizers") or state.get("decoders") or ():
-            yield from types(part)
-
-    parts = (backend.pre_tokenizer, backend.decoder)
-    return {name for part in parts if part is not None for name in types(state_of(part))}
-
-
-def unknown_id(tokenizer: "TextTokenizer | PreTrainedTokenizerFast") -> int | None:
+def unknown_id(tokenizer: "PreTrainedTokenizerFast") -> int | None:
     """Return the id for text that the tokenizer cannot spell; None if it spells all bytes, or has no such id."""
     backend = tokenizer.backend_tokenizer
-    if SPELLS_BYTES in steps_of(backend):
+    if spells_bytes(backend):
         return None
-    if isinstance(backend.model, Unigram):
-        return state_of(backend.model)["unk_id"]
-    return backend.token_to_id(backend.model.unk_token or "")
+    if isinstance(backend.model, models.Unigram):
+        return json.loads(backend.model.__getstate__())["unk_id"]
+    return backend.token_to_id(getattr(backend.model, "unk_token", None) or "")
 
 
-def count_token_bytes(tokenizer: "TextTokenizer | PreTrainedTokenizerFast") -> np.ndarray:
-    """Count the bytes of text of each id, int64 [vocabulary].
+def pre_tokenizers_of(backend: Tokenizer) -> list[dict[str, Any]]:
+    """Return what splits a text into words, as in tokenizer.json."""
+    state = json.loads(backend.pre_tokenizer.__getstate__()) if backend.pre_tokenizer else {"pretokenizers": []}
+    return state.get("pretokenizers", [state])
 
-    Special tokens have 0. The count is -1 where it is unknown: for the token of unknown text, and for all tokens of a
-    tokenizer that drops white space.
+
+def spells_bytes(backend: Tokenizer) -> bool:
+    """Return whether all bytes have tokens, as in GPT-2's vocabulary and its successors'."""
+    is_byte_level = any(part["type"] == "ByteLevel" for part in pre_tokenizers_of(backend))
+    return is_byte_level and set(pre_tokenizers.ByteLevel.alphabet()) <= backend.get_vocab().keys()
+
+
+def count_token_bytes(tokenizer: "PreTrainedTokenizerFast") -> np.ndarray | None:
+    """Count the bytes of text of each id, int64 [vocabulary]; special tokens have none.
+
+    None unless the tokenizer spells all bytes and changes none: else, ids do not say how long their text was.
     """
     backend = tokenizer.backend_tokenizer
-    steps, counts = steps_of(backend), np.zeros(count_ids(tokenizer), np.int64)
-    count_bytes = functools.partial(_count_spelled, has_bytes=_has_bytes(backend))
-    if SPELLS_BYTES in steps:
-        count_bytes = len  # each character of such a token stands for a byte
+    parts = pre_tokenizers_of(backend)
+    changes = any(part.get("add_prefix_space") or part.get("behavior") == "Removed" for part in parts)
+    changes = changes or backend.normalizer is not None or any(part["type"] in DROP_SPACES for part in parts)
+    if changes or not spells_bytes(backend):
+        return None
+    counts = np.zeros(count_ids(tokenizer), np.int64)
     for token, index in backend.get_vocab(with_added_tokens=False).items():
-        counts[index] = count_bytes(token)
-    if steps & DROP_SPACES or isinstance(backend.model, WordPiece):
-        counts[:] = -1
+        counts[index] = len(token)
     for index, token in backend.get_added_tokens_decoder().items():  # as they are in the text
-        counts[index] = 0 if token.special else len(token.content.encode())
-    if (unknown := unknown_id(tokenizer)) is not None:
-        counts[unknown] = -1
-    counts[end_of_text(tokenizer)] = 0
+        counts[index] = len(token.content.encode())
+    counts[list(special_tokens(tokenizer))] = 0
     return counts
-
-
-def _has_bytes(backend: Tokenizer) -> bool:
-    """Return whether tokens such as <0xE4> stand for one byte."""
-    model = backend.model
-    return state_of(model)["byte_fallback"] if isinstance(model, Unigram) else getattr(model, "byte_fallback", False)
-
-
-def _count_spelled(token: str, has_bytes: bool) -> int:
-    """Count the bytes of a token that spells its text, as SentencePiece's do."""
-    if has_bytes and re.fullmatch("<0x[0-9A-F]{2}>", token):
-        return 1
-    return len(token.replace("\u2581", " ").encode())
 
 
 # ------------------------------------------------------------------ what is put around a text
 
 
-def added_ids(tokenizer: "TextTokenizer | PreTrainedTokenizerFast") -> tuple[list[int], list[int]]:
+def added_ids(tokenizer: "PreTrainedTokenizerFast") -> tuple[list[int], list[int]]:
     """Return the ids that the tokenizer's template puts before and after each text."""
     backend = tokenizer.backend_tokenizer
     text, whole = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
@@ -299,9 +258,9 @@ def document_start(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
     return added_ids(tokenizer)[0] or [end_of_text(tokenizer)]
 
 
-def without_template(tokenizer: TextTokenizer) -> TextTokenizer:
-    """Return a tokenizer that puts nothing around a text. New models are trained that way."""
-    if not any(added_ids(tokenizer)):
-        return tokenizer
-    tokenizer.backend_tokenizer.post_processor = None
-    return TextTokenizer(tokenizer.backend_tokenizer, tokenizer.config | dict.fromkeys(ADDING_OPTIONS, False))
+def without_template(tokenizer: "PreTrainedTokenizerFast") -> "PreTrainedTokenizerFast":
+    """Let a tokenizer put nothing around a text, and return it. New models are trained that way."""
+    if any(added_ids(tokenizer)):
+        tokenizer.backend_tokenizer.post_processor = None
+        tokenizer.init_kwargs.update(dict.fromkeys(ADDING_OPTIONS, False))
+    return tokenizer

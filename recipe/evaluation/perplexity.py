@@ -13,8 +13,7 @@ class LanguageModelingMetric(evaluate.Metric):
     """Computes loss (nats per token), perplexity and bits per byte from the sums of any number of batches.
 
     compute(predictions=[sums of nats], references=[numbers of tokens], text_nats=..., num_bytes=...)
-    text_nats: sum over the tokens of text, without special tokens. num_bytes: of these tokens. num_unknown: of tokens
-    whose bytes are not known; if there are any, bits_per_byte is None.
+    text_nats: sum over the tokens of text, without special tokens. num_bytes: of their text; None if it is not known.
     """
 
     def __init__(self) -> None:
@@ -29,5 +28,5 @@ class LanguageModelingMetric(evaluate.Metric):
             features=datasets.Features(predictions=datasets.Value("float64"), references=datasets.Value("int64")),
         )
 
-    def _compute(self, predictions, references, text_nats, num_bytes, num_unknown=0):
-        return Totals(math.fsum(predictions), sum(references), text_nats, num_bytes, num_unknown).scores()
+    def _compute(self, predictions, references, text_nats, num_bytes):
+        return Totals(math.fsum(predictions), sum(references), text_nats, 0).scores(num_bytes)

@@ -61,13 +61,15 @@ class Totals(NamedTuple):
     nats: float
     num_tokens: int
     text_nats: float
-    num_bytes: int  # bytes of text
-    num_unknown: int = 0  # targets whose bytes are not known
+    num_text_tokens: int
 
-    def scores(self) -> dict[str, float | None]:
-        """Return loss (nats per token), perplexity, and bits_per_byte of text, None if its bytes are not known."""
+    def scores(self, num_bytes: float | None) -> dict[str, float | None]:
+        """Return loss (nats per token), perplexity, and bits_per_byte of text, None if its bytes are not known.
+
+        num_bytes: of the text that the text tokens encode.
+        """
         loss, bits = self.nats / self.num_tokens, self.text_nats / math.log(2)
-        bits_per_byte = None if self.num_unknown else bits / max(1, self.num_bytes)
+        bits_per_byte = None if num_bytes is None else bits / max(1, num_bytes)
         return {"loss": loss, "perplexity": exp_or_inf(loss), "bits_per_byte": bits_per_byte}
 
 
@@ -78,7 +80,7 @@ def exp_or_inf(nats: float) -> float:
 @torch.no_grad()
 def sum_losses(
     module: Callable,
-    token_bytes: torch.Tensor,
+    is_text: torch.Tensor,
     batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
     num_batches: int,
     name: str,
@@ -86,23 +88,23 @@ def sum_losses(
 ) -> Totals | None:
     """Sum over the batches of all processes; None if must_stop, asked before each batch, is true.
 
-    module: a `LanguageModelingLoss` in evaluation mode, or a function that returns its `losses`. token_bytes: from
-    `count_token_bytes`, on the device. batches: (input_ids, targets) on the device, as the module takes them. name: of
+    module: a `LanguageModelingLoss` in evaluation mode, or a function that returns its `losses`. is_text: from
+    `text_ids`, on the device. batches: (input_ids, targets) on the device, as the module takes them. name: of
     the progress bar. The host waits for the device only at the end.
     """
-    device = token_bytes.device
+    device = is_text.device
     nats = torch.zeros(num_batches, 2, device=device)  # added up on the host, because not every device has float64
-    counts = torch.zeros(3, dtype=torch.int64, device=device)
+    counts = torch.zeros(2, dtype=torch.int64, device=device)
     for i, (input_ids, targets) in enumerate(show_progress(batches, name, num_batches)):
         if must_stop():
             return None
         losses = module(input_ids, targets)["losses"]
         is_target = targets != IGNORE_INDEX
-        num_bytes = token_bytes[targets.where(is_target, 0)] * is_target
-        nats[i, 0], nats[i, 1] = losses.sum(), (losses * (num_bytes > 0)).sum()
-        counts += torch.stack([is_target.sum(), num_bytes.clamp(min=0).sum(), (num_bytes < 0).sum()])
-    sums, (num_tokens, num_bytes, num_unknown) = nats.cpu().double().sum(dim=0).tolist(), counts.tolist()
-    parts = gather(Totals(sums[0], num_tokens, sums[1], num_bytes, num_unknown))
+        is_counted = is_text[targets.where(is_target, 0)] & is_target
+        nats[i, 0], nats[i, 1] = losses.sum(), (losses * is_counted).sum()
+        counts += torch.stack([is_target.sum(), is_counted.sum()])
+    sums, (num_tokens, num_text_tokens) = nats.cpu().double().sum(dim=0).tolist(), counts.tolist()
+    parts = gather(Totals(sums[0], num_tokens, sums[1], num_text_tokens))
     return Totals(*map(sum, zip(*parts, strict=True)))
 
 

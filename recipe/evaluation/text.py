@@ -18,9 +18,9 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from recipe.data.packed import PackedDataset, token_bytes_of
+from recipe.data.packed import PackedDataset, bytes_of_text
 from recipe.data.read import read_texts
-from recipe.data.tokenizer import count_token_bytes, document_start, tokenizer_sha256
+from recipe.data.tokenizer import document_start, special_tokens, text_ids, tokenizer_sha256
 from recipe.errors import UserError
 from recipe.evaluation.scoring import Totals, Window, batch_windows, pad_windows, sum_losses
 from recipe.evaluation.validation import evaluate_rows
@@ -41,12 +41,13 @@ class Text:
     name: str
     documents: list[np.ndarray]
     num_characters: int
+    num_bytes: int
 
 
 def read_text(
     path: str,
     tokenizer: PreTrainedTokenizerFast,
-    text_column_name: str | tuple[str, ...] = "text",
+    text_column_name: tuple[str, ...] = ("text",),
     document_separator: str | None = None,
     max_characters: int | None = None,
 ) -> Text:
@@ -62,18 +63,17 @@ def read_text(
             break
     if not texts:
         raise UserError(f"there is no text in {path}")
-    documents, before = [], document_start(tokenizer)[-1]
+    documents, before, num_bytes = [], document_start(tokenizer)[-1], sum(len(text.encode()) for text in texts)
     # Special tokens in a text are characters, unless the model was trained with --parse_special_tokens.
     options = {"split_special_tokens": tokenizer.init_kwargs.get("split_special_tokens", True)}
-    special = {}  # parsed ones are no text: they have no bytes, either
-    if not options["split_special_tokens"]:
-        special = {index: token.content for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special = {} if options["split_special_tokens"] else special_tokens(tokenizer)  # parsed ones are no text
     for start in range(0, len(texts), ENCODED_DOCUMENTS):
         batch = texts[start : start + ENCODED_DOCUMENTS]
         encoded = tokenizer(batch, add_special_tokens=False, verbose=False, **options)["input_ids"]
-        num_characters -= sum(len(special.get(index, "")) for ids in encoded for index in ids) if special else 0
+        found = [special[index] for ids in encoded for index in ids if index in special] if special else []
+        num_characters, num_bytes = num_characters - len("".join(found)), num_bytes - len("".join(found).encode())
         documents += [np.array(ids if ids[:1] == [before] else [before, *ids]) for ids in encoded]
-    return Text(Path(path).name, documents, num_characters)
+    return Text(Path(path).name, documents, num_characters, num_bytes)
 
 
 def choose_context(model: Path | str, num_positions: int, typed: int | None) -> tuple[int, int, str]:
@@ -117,13 +117,13 @@ def evaluate_text(
     batches = batch_windows([len(window.ids) for window in windows], tokens_per_batch)
     mine = batches[state.process_index :: state.num_processes]
     padded = (pad_windows([windows[i] for i in batch], model.device) for batch in mine)
-    totals = sum_losses(*_scorer(model, count_token_bytes(tokenizer)), padded, len(mine), text.name)
+    totals = sum_losses(*_scorer(model, tokenizer), padded, len(mine), text.name)
     assert totals is not None  # nothing asks it to stop
     bits = totals.text_nats / math.log(2)
     return {
         "name": text.name,
-        **_scores(totals),
-        "bits_per_character": None if totals.num_unknown else bits / text.num_characters,
+        **_scores(totals, text.num_bytes),
+        "bits_per_character": bits / text.num_characters,
         "num_characters": text.num_characters,
         "num_documents": len(text.documents),
         "context": context,
@@ -149,11 +149,11 @@ def evaluate_dataset(
         raise UserError(f"{dataset.directory} was tokenized with another tokenizer than the model's; {remedy}")
     started_at, rows = time.perf_counter(), dataset.validation
     num_rows = min(len(rows), max_rows or len(rows))
-    totals = evaluate_rows(*_scorer(model, token_bytes_of(dataset)), rows, num_rows, batch_size)
+    totals = evaluate_rows(*_scorer(model, tokenizer), rows, num_rows, batch_size)
     assert totals is not None  # nothing asks it to stop
     return {
         "name": f"{', '.join(dataset.parts or [dataset.directory.absolute().name])} validation",
-        **_scores(totals),
+        **_scores(totals, bytes_of_text(dataset, totals.num_text_tokens)),
         "bits_per_character": None,
         "context": dataset.block_size,
         "stride": dataset.block_size,
@@ -161,21 +161,19 @@ def evaluate_dataset(
     }
 
 
-def _scorer(model: PreTrainedModel, token_bytes: np.ndarray) -> tuple[Callable, torch.Tensor]:
-    """Return the losses and the bytes of each token, as `sum_losses` takes them."""
-    return functools.partial(own_losses, model), torch.from_numpy(token_bytes).to(model.device)
+def _scorer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> tuple[Callable, torch.Tensor]:
+    """Return the losses, and which tokens are text, as `sum_losses` takes them."""
+    return functools.partial(own_losses, model), torch.from_numpy(text_ids(tokenizer)).to(model.device)
 
 
-def _scores(totals: Totals) -> dict[str, Any]:
+def _scores(totals: Totals, num_bytes: float | None) -> dict[str, Any]:
     from recipe.evaluation.perplexity import LanguageModelingMetric  # importing evaluate takes seconds
 
     scores = LanguageModelingMetric().compute(
         predictions=[totals.nats],
         references=[totals.num_tokens],
         text_nats=totals.text_nats,
-        num_bytes=totals.num_bytes,
-        num_unknown=totals.num_unknown,
+        num_bytes=num_bytes,
     )
-    num_bytes = None if totals.num_unknown else totals.num_bytes
     assert scores is not None  # None is for the other processes of a shared metric
-    return {**scores, "num_tokens": totals.num_tokens, "num_bytes": num_bytes}
+    return {**scores, "num_tokens": totals.num_tokens, "num_bytes": None if num_bytes is None else round(num_bytes)}

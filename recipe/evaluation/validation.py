@@ -10,7 +10,8 @@ from torch import nn
 
 from recipe.config import TrainConfig
 from recipe.data.batches import iterate_validation, to_device
-from recipe.data.packed import token_bytes_of
+from recipe.data.packed import bytes_of_text
+from recipe.data.tokenizer import text_ids
 from recipe.errors import short_reason
 from recipe.evaluation.generation import sample_text
 from recipe.evaluation.scoring import CPU_TOKENS, Totals, exp_or_inf, sum_losses
@@ -49,7 +50,7 @@ def count_eval_rows(config: TrainConfig, num_validation_rows: int, num_datasets:
 
 def evaluate_rows(
     module: Callable,
-    token_bytes: torch.Tensor,
+    is_text: torch.Tensor,
     rows: Any,
     num_rows: int,
     batch_size: int,
@@ -57,7 +58,7 @@ def evaluate_rows(
 ) -> Totals | None:
     """Sum the losses of rows spread evenly over a split, each counted once on any number of processes.
 
-    module, token_bytes, must_stop, and the result: as for `sum_losses`. rows: a split, indexed by int64 [n] for int64
+    module, is_text, must_stop, and the result: as for `sum_losses`. rows: a split, indexed by int64 [n] for int64
     [n, block_size + 1].
     """
     state = PartialState()
@@ -65,13 +66,13 @@ def evaluate_rows(
     def read_batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         place = state.process_index, state.num_processes
         for ids, num_real in iterate_validation(rows, num_rows, batch_size, *place):
-            batch = to_device(torch.as_tensor(ids), token_bytes.device)
+            batch = to_device(torch.as_tensor(ids), is_text.device)
             targets = batch[:, 1:].clone()
             targets[num_real:] = IGNORE_INDEX  # rows that repeat others to complete the batch
             yield batch[:, :-1], targets
 
     num_batches = -(-num_rows // (batch_size * state.num_processes))
-    return sum_losses(module, token_bytes, read_batches(), num_batches, "evaluating", must_stop)
+    return sum_losses(module, is_text, read_batches(), num_batches, "evaluating", must_stop)
 
 
 def mean_scores(datasets: dict[str, dict[str, Any]], shares: dict[str, float]) -> dict[str, Any]:
@@ -101,8 +102,8 @@ class Validation:
             name: count_eval_rows(config, len(of.validation), len(self.parts)) for name, of in self.parts.items()
         }
         self.num_rows = sum(self.rows.values())
-        self.token_bytes = torch.from_numpy(token_bytes_of(dataset)).to(accelerator.device)
-        self.vocab_size = len(self.token_bytes)
+        self.is_text = torch.from_numpy(text_ids(dataset.tokenizer)).to(accelerator.device)
+        self.vocab_size = len(self.is_text)
 
     def run(self, must_stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
         """Return the results of an evaluation, or None if `must_stop` ended it.
@@ -132,11 +133,12 @@ class Validation:
 
         for name, part in self.parts.items():
             options = self.rows[name], batch_size, must_stop
-            totals = evaluate_rows(module, self.token_bytes, part.validation, *options)
+            totals = evaluate_rows(module, self.is_text, part.validation, *options)
             if totals is None:
                 return None
-            datasets[name] = totals.scores() | {"num_rows": self.rows[name]}
-        results = mean_scores(datasets, self.dataset.shares) if len(datasets) > 1 else totals.scores()
+            scores = totals.scores(bytes_of_text(part, totals.num_text_tokens))
+            datasets[name] = scores | {"num_rows": self.rows[name]}
+        results = mean_scores(datasets, self.dataset.shares) if len(datasets) > 1 else scores
         # The prepared module enters autocast by itself, its model does not. Eager mode, because texts of all lengths
         # would compile the blocks of a sharded model again and again.
         with self.accelerator.autocast(), torch.compiler.set_stance("force_eager"):

@@ -1,13 +1,13 @@
 """The small files beside a model's weights: its tokenizer's, and generation_config.json.
 
-A new model gets the files of the tokenizer that it is trained with. A fine-tuned model keeps its own files, byte for
-byte, including a chat template. What the run has to change in them is returned as lines to print.
+A new model gets the files of the tokenizer that it is trained with. A fine-tuned model keeps its own files, including
+a chat template, but for the class, which could change the ids of tokenizer.json. What else the run has to change in
+them is returned as lines to print.
 """
 
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import snapshot_download
 from tokenizers import Tokenizer
@@ -17,16 +17,19 @@ from recipe.data.encode import PROBE
 from recipe.data.tokenizer import (
     ADDING_OPTIONS,
     OWN_CLASS,
+    TOKENIZER_CONFIG,
     added_ids,
+    as_json,
+    for_transformers_4,
     list_ids,
     load_tokenizer,
-    read_tokenizer,
+    saved_files,
     train_tokenizer,
 )
 from recipe.environment import only_cached
 from recipe.errors import UserError, short_reason
 
-GENERATION, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_config.json"
+GENERATION = "generation_config.json"
 TOKENIZER_FILES = (
     *("tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json"),
@@ -39,31 +42,13 @@ def new_files(tokenizer: PreTrainedTokenizerFast, model_config: PreTrainedConfig
     tokenizer.model_max_length = length = model_config.max_position_embeddings
     generation = GenerationConfig(bos_token_id=eos, eos_token_id=eos, pad_token_id=eos, do_sample=True)
     generation.max_length = length  # else a pipeline runs out of positions
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        generation.save_pretrained(folder)
-        files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-    config = json.loads(files[TOKENIZER_CONFIG])
-    # These two say how this run loaded the tokenizer.
-    config = {key: value for key, value in config.items() if key not in ("is_local", "local_files_only")}
-    return files | {TOKENIZER_CONFIG: _as_json(config | for_transformers_4(config))}
-
-
-def for_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the changes that let Transformers 4 read a tokenizer_config.json written by 5.24."""
-    changes: dict[str, Any] = {}
-    if config.get("tokenizer_class") == "TokenizersBackend":
-        names = config.get("model_input_names", ["input_ids", "attention_mask"])  # 4 adds token_type_ids
-        changes = {"tokenizer_class": OWN_CLASS, "model_input_names": names}
-    if isinstance(tokens := config.get("extra_special_tokens"), list):
-        changes |= {"additional_special_tokens": tokens, "extra_special_tokens": {}}
-    return changes
+    return saved_files(tokenizer) | {GENERATION: generation.to_json_string().encode()}
 
 
 def changed_by(files: dict[str, bytes], model_type: str) -> str | None:
     """Return the class with which AutoTokenizer changes the ids of an exported tokenizer.json; None if none does."""
     with tempfile.TemporaryDirectory() as folder:
-        for name, content in {**files, "config.json": _as_json({"model_type": model_type})}.items():
+        for name, content in {**files, "config.json": as_json({"model_type": model_type})}.items():
             Path(folder, name).write_bytes(content)
         try:
             loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -78,8 +63,8 @@ def changed_by(files: dict[str, bytes], model_type: str) -> str | None:
 
 def check_tokenizer(name_or_path: str | None, model_type: str) -> None:
     """Raise `UserError` if the exported tokenizer would load as another one. Without a name, one is to be trained."""
-    tokenizer = train_tokenizer([PROBE], 300) if name_or_path is None else read_tokenizer(name_or_path)
-    if by := changed_by(tokenizer.files, model_type):
+    tokenizer = train_tokenizer([PROBE], 300) if name_or_path is None else load_tokenizer(name_or_path)
+    if by := changed_by(saved_files(tokenizer), model_type):
         remedy = "pass the --tokenizer_name of such a model, or another --model_type"
         raise UserError(f"models of type {model_type} load their tokenizer as {by}, which would change it; {remedy}")
 
@@ -117,23 +102,18 @@ def tuned_files(
             notes.append("the tokenizer parses special tokens in a text from now on, as in the training text")
     tokenizer = load_tokenizer(str(tokenizer_source))
     if document_prefix != added_ids(tokenizer)[0] and "tokenizer.json" in files:
-        files["tokenizer.json"] = _as_json(json.loads(files["tokenizer.json"]) | {"post_processor": None})
+        files["tokenizer.json"] = as_json(json.loads(files["tokenizer.json"]) | {"post_processor": None})
         changes |= {key: False for key in ADDING_OPTIONS if key in config}
         notes.append("the tokenizer puts nothing in front of a text from now on, as in the training text")
-    if "tokenizer.json" in files and (by := changed_by(files, model_config.model_type)):
+    if "tokenizer.json" in files and config.get("tokenizer_class") != OWN_CLASS:
         config = tokenizer.special_tokens_map | config  # the class may know some of them
         config.pop("auto_map", None)
         changes |= for_transformers_4(config | {"tokenizer_class": "TokenizersBackend"})
-        notes.append(f"the tokenizer's class is {OWN_CLASS} from now on: {by} changes the ids of tokenizer.json")
     if changes:
-        files[TOKENIZER_CONFIG] = _as_json(config | changes)
+        files[TOKENIZER_CONFIG] = as_json(config | changes)
     generation = json.loads(files.get(GENERATION, b"{}"))
     ends, end = list_ids(generation.get("eos_token_id")), tokenizer.eos_token_id
     if ends and end not in ends:
         ids = {"bos_token_id": model_config.bos_token_id, "eos_token_id": end, "pad_token_id": end}
-        files[GENERATION] = _as_json(generation | {key: value for key, value in ids.items() if key in generation})
+        files[GENERATION] = as_json(generation | {key: value for key, value in ids.items() if key in generation})
     return files, notes
-
-
-def _as_json(content: dict[str, Any]) -> bytes:
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()

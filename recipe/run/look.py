@@ -36,7 +36,7 @@ from recipe.publish.public import read_options
 from recipe.run.decide import ORIGIN_NAME, Checkpoint, Folder, Named, Surroundings, resumes_from_its_repository
 from recipe.run.folder import lock_output_dir
 
-REPLACED = (CARD_NAME, CONFIG_JSON, WEIGHTS_NAME, "dataset_dict.json")
+REPLACED = (CARD_NAME, CONFIG_JSON, WEIGHTS_NAME, "metadata.json")
 
 
 def look(requested: TrainConfig, path: Path, machine: Machine) -> Surroundings:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from recipe.data.tokenizer import read_tokenizer
+from recipe.data.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_dir):
-    return read_tokenizer(str(tokenizer_dir))
+    return load_tokenizer(str(tokenizer_dir))

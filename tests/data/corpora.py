@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from helpers import ROOT, wet_record
 from tokenizers import Tokenizer
 
-from recipe.data.packed import PackedSplit
+from recipe.data.packed import PackedSplit, list_stretches, map_ids, read_metadata
 from recipe.data.read import ReadReport, list_units, read_unit
 from recipe.data.source import TextSource
 
@@ -71,6 +71,11 @@ def texts_of(source: TextSource, split: str | None = None, report: ReadReport | 
 
 def all_rows(split: PackedSplit) -> np.ndarray:
     return split[np.arange(len(split))] if len(split) else np.empty((0, split.block_size + 1), np.int64)
+
+
+def ids_in(directory: Path, split: str) -> np.ndarray:
+    """Return all ids of a split of a packed dataset."""
+    return np.concatenate(list(map(map_ids, list_stretches(directory, read_metadata(directory), split))))
 
 
 def encode_plainly(tokenizer_dir: Path, texts: list[str]) -> list[int]:

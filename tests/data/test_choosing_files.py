@@ -45,14 +45,15 @@ def test_a_folder_stands_for_its_files_of_text(here):
     """Files are sorted, and ignored ones are counted by reason. Links may lead nowhere or in a circle."""
     write_files("b.md", "a.txt", "deep/c.txt", "deep/d.jsonl.gz", "deep/n.json")
     write_files("p.pdf", "q.pdf", "t.tsv", "LICENSE", ".git/description.txt")
-    write_files("env/pyvenv.cfg", "env/lib/top_level.txt", "made/dataset_dict.json", "made/a.txt")
+    write_files("env/pyvenv.cfg", "env/lib/top_level.txt", "made/dataset_info.json", "made/a.txt")
+    write_files("packed/tokenizer/tokenizer.json", "packed/metadata.json")
     Path("empty.txt").touch()
     Path("gone.txt").symlink_to("nowhere")
     Path("deep/loop").symlink_to("..")
     found = TextSource((".",)).files
     assert found.paths == ["./a.txt", "./b.md", "./deep/c.txt", "./deep/d.jsonl.gz", "./deep/n.json"]
     of_kinds = {".pdf": 2, ".tsv": 1, "no suffix": 1, "empty": 1, "broken link": 1}
-    assert found.ignored == of_kinds | {"folders of runs, models or datasets": 2}
+    assert found.ignored == of_kinds | {"folders of runs, models or datasets": 3}
     assert ".pdf (2)" in describe_files(found)
 
 
@@ -77,11 +78,17 @@ def test_a_folder_that_cannot_be_listed_is_named(here, monkeypatch):
         ("*.jsonl", ["a.jsonl"]),
         ("**/c*", ["books/c.jsonl"]),
         ("*/*.jsonl", ["books/b.jsonl", "books/c.jsonl"]),
+        ("**/*.jsonl", ["a.jsonl", "books/b.jsonl", "books/c.jsonl"]),
+        ("books/**", ["books/b.jsonl", "books/c.jsonl"]),
         ("out/*.jsonl", ["out/metrics.jsonl"]),  # named, although it is a run's
     ],
 )
 def test_a_pattern_stands_for_the_text_that_matches(here, pattern, expected):
-    """A pattern skips folders of results, unless it names them."""
+    """A pattern skips folders of results, unless it names them, and ends where links lead in a circle."""
+    for name in ("books/x", "books/y"):
+        Path(name).mkdir(parents=True)
+        Path(name, "one").symlink_to("..")
+        Path(name, "two").symlink_to("..")
     write_files("a.jsonl", "books/b.jsonl", "books/c.jsonl", "out/metrics.jsonl", "out/training_config.yaml")
     assert names_in(pattern) == expected
 
@@ -100,6 +107,38 @@ def test_validation_files_are_not_trained_on_however_they_are_named(here, valida
     assert source.files.ignored == {"named as validation text": 1, "named twice": 2}
     assert texts_of(source, "train") == [*make_documents(20), *make_documents(20, seed=1)]
     assert texts_of(source, "validation") == make_documents(20, seed=2)
+
+
+@pytest.mark.parametrize("copy", [shutil.copy, os.link])
+def test_copies_of_the_validation_text_are_not_trained_on(here, copy):
+    for name, seed in (("a", 0), ("val", 2)):
+        write_jsonl(Path(f"{name}.jsonl"), make_documents(20, seed))
+    copy("val.jsonl", "copy.jsonl")
+    source = TextSource((".",), ("val.jsonl",))
+    assert source.files.paths == ["./a.jsonl"]
+    assert source.files.ignored == {"named as validation text": 1, "copy of validation text": 1}
+
+
+def test_a_file_beside_its_compressed_copy_is_read_once(here):
+    write_files("a.jsonl", "a.jsonl.gz", "b.jsonl.gz")
+    found = TextSource((".",)).files
+    assert found.paths == ["./a.jsonl", "./b.jsonl.gz"]
+    assert found.ignored == {"compressed copy of a file beside it": 1}
+
+
+def test_files_named_for_validation_among_those_for_training_are_named(here):
+    assert files.name_splits(["c/train-1.jsonl", "c/validation.jsonl", "c/test.jsonl"]).startswith(
+        "warning: c/validation.jsonl, c/test.jsonl are trained on"
+    )
+    assert files.name_splits(["train/latest.txt", "train/b.txt"]) is None
+    assert files.name_splits(["tests/validation.txt", "b.txt"]) is None
+
+
+@pytest.mark.parametrize(("mark", "option"), [("state.json", "--dataset_name"), ("metadata.json", "--dataset_dir")])
+def test_a_dataset_is_no_folder_of_text(here, mark, option):
+    write_files(f"d/{mark}", "d/dataset_info.json" if mark == "state.json" else "d/tokenizer/tokenizer.json")
+    with pytest.raises(UserError, match=option):
+        names_in("d")
 
 
 def test_a_run_resumes_on_a_folder_that_holds_its_own_results(here, train, tokenizer_dir):
@@ -183,11 +222,13 @@ def test_digests_are_remembered_in_the_home_folder_if_there_is_one(tmp_path, old
 def test_an_edit_of_one_byte_anywhere_in_a_file_is_another_text(tmp_path, size, share):
     path, position = tmp_path / "a.txt", int(share * (size - 1))
     path.write_bytes(b"x" * size)
+    os.utime(path, (1e9, 1e9))
     before = content_of(path)
     assert content_of(path) == before
     with open(path, "r+b") as file:
         file.seek(position)
         file.write(b"y")
+    os.utime(path, (1e9, 1e9))  # and the time that it had
     assert content_of(path) != before
 
 
@@ -201,7 +242,7 @@ def test_the_identity_covers_every_option_and_file(tmp_path):
         TextSource((a, b)),
         TextSource((str(same_bytes),)),
         TextSource((a,), (b,)),
-        dataclasses.replace(base, text_column_name="body"),
+        dataclasses.replace(base, text_column_name=("body",)),
         dataclasses.replace(base, document_separator="x"),
         dataclasses.replace(base, validation_split_percentage=7.0),
         dataclasses.replace(base, parse_special_tokens=True),
@@ -212,6 +253,24 @@ def test_the_identity_covers_every_option_and_file(tmp_path):
         dataclasses.replace(on_hub, dataset_split="test"),
     ]
     assert len({json.dumps(source.inputs) for source in sources}) == len(sources)
+
+
+# ------------------------------------------------------------------ datasets with a card
+
+
+@pytest.mark.parametrize("place", ["absolute", "../other/secret.jsonl"])
+def test_a_card_does_not_read_files_outside_of_its_dataset(here, place):
+    """A stranger has written it."""
+    for folder in ("mine", "other"):
+        Path(folder).mkdir()
+    write_jsonl(Path("mine", "a.jsonl"), ["own text"])
+    secret = write_jsonl(here / "other" / "secret.jsonl", ["secret"])
+    card = "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: {}\n---\n"
+    Path("mine", "README.md").write_text(card.format(secret if place == "absolute" else place))
+    with pytest.raises(UserError, match=r"outside of it: .*secret\.jsonl"):
+        list_units(TextSource(dataset_name="mine"))
+    Path("mine", "README.md").write_text(card.format('"*.jsonl"'))
+    assert texts_of(TextSource(dataset_name="mine")) == ["own text"]
 
 
 # ------------------------------------------------------------------ datasets on the Hub

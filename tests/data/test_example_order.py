@@ -9,7 +9,7 @@ from helpers import BLOCK_SIZE
 
 from recipe.data.batches import TrainBatches, TrainOrder, example_rows, iterate_validation, read_rows, row_shift
 from recipe.data.mixture import open_datasets, order_of, split_examples, whole_shares
-from recipe.data.packed import PackedSplit, TokenWriter, open_packed_dataset
+from recipe.data.packed import PackedSplit, Stretch, open_packed_dataset
 from recipe.errors import UserError
 
 CPU = torch.device("cpu")
@@ -75,13 +75,12 @@ def test_a_step_is_the_next_examples_for_any_batch_shape(micro_batch_size, num_p
 @pytest.fixture(scope="module")
 def wide_split(tmp_path_factory):
     """Rows of two units, with ids of 16 bits. One row begins in the first and ends in the second."""
-    folder, chunks = tmp_path_factory.mktemp("wide"), []
-    for name, seed in (("0.arrow", 0), ("1.arrow", 1)):
-        writer = TokenWriter(folder / name, 65_536)
-        writer.write(np.random.default_rng(seed).integers(0, 65_536, 1001))
-        writer.close()
-        chunks += [[name, *chunk] for chunk in writer.chunks]
-    return PackedSplit(folder, chunks, 8, 65_536)
+    folder, stretches = tmp_path_factory.mktemp("wide"), []
+    for number in range(2):
+        path = folder / f"train-{number}.bin"
+        np.random.default_rng(number).integers(0, 65_536, 1001).astype(np.uint16).tofile(path)
+        stretches.append(Stretch(str(path), "uint16", 0, 1001))
+    return PackedSplit("wide", stretches, 8, 65_536)
 
 
 @pytest.mark.parametrize(("placement", "num_workers"), [("mmap", 0), ("mmap", 2), ("ram", 0), ("device", 0)])
@@ -122,7 +121,7 @@ def test_every_placement_rejects_an_id_beyond_the_vocabulary(wide_split, placeme
     """The first one, too. On CUDA it would cause a device-side assert."""
     order = TrainOrder(len(wide_split), 1, 64, 64)
     highest = int(wide_split[next(iter(order))].max())
-    split = PackedSplit(wide_split.directory, wide_split.where, 8, highest)
+    split = PackedSplit("wide", wide_split.stretches, 8, highest)
     with pytest.raises(UserError, match=str(highest)):
         next(read_rows(split, order, CPU, 0, placement))
 

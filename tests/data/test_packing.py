@@ -1,81 +1,88 @@
 """A packed dataset holds the ids of its text, and rows of it hold every token once."""
 
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
-import datasets
 import numpy as np
-import pyarrow as pa
 import pytest
-from corpora import all_rows, encode_plainly, read, write_jsonl, write_parquet, write_text
-from helpers import BLOCK_SIZE, PLAIN, TINY, VOCAB_SIZE, make_documents, read_events, shard_of
+from corpora import all_rows, encode_plainly, ids_in, read, write_jsonl, write_parquet, write_text
+from helpers import BLOCK_SIZE, PLAIN, ROOT, TINY, VOCAB_SIZE, make_documents, read_events, shard_of
 from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from recipe.command_line import load_config
 from recipe.config import SPLITS
 from recipe.data.cache import open_dataset_for
-from recipe.data.packed import COUNTS, PackedSplit, TokenWriter, open_packed_dataset
+from recipe.data.packed import COUNTS, PackedSplit, Stretch, list_stretches, open_packed_dataset
 from recipe.data.prepare import prepare_dataset
 from recipe.data.read import list_units
 from recipe.data.source import TextSource
-from recipe.data.tokenizer import TextTokenizer, count_token_bytes, train_tokenizer
+from recipe.data.tokenizer import count_token_bytes, save_tokenizer, train_tokenizer
 from recipe.errors import UserError
-
-
-def ids_in(directory: Path, split: str) -> np.ndarray:
-    """Return the ids of a split as `datasets` reads them."""
-    return datasets.load_from_disk(str(directory))[split].with_format("numpy")["input_ids"][:]
 
 
 def packed_from(kind: str, folder: Path) -> TextSource:
     text = "".join(make_documents(200)) + " <|endoftext|> is text\n"
     if kind == "documents":
         return TextSource((write_jsonl(folder / "a.jsonl", make_documents(300)),))
-    validation = (write_text(folder / "b.txt", text),) if kind == "validation file" else ()
+    validation = (write_text(folder / "b.txt", text * 2),) if kind == "validation file" else ()
     return TextSource((write_text(folder / "a.txt", text),), validation)
 
 
 @pytest.mark.parametrize("kind", ["documents", "one text", "validation file"])
 def test_rows_and_counts_are_those_of_a_plain_encoding(tmp_path, small_units, tokenizer_dir, tokenizer, kind):
-    """Row i holds tokens [i*T, i*T + T + 1) of the stream that `datasets` reads, whatever T is."""
-    source = packed_from(kind, tmp_path)
-    metadata = prepare_dataset(source, tmp_path / "d", tokenizer)
+    """Row i holds tokens [i*T, i*T + T + 1) of the files one after another, nanoGPT's format, whatever T is."""
+    source, folder = packed_from(kind, tmp_path), tmp_path / "d"
+    metadata = prepare_dataset(source, folder, tokenizer)
     assert len(list_units(source)) > 9
     for split in SPLITS:
         texts = [text for of, text in read(source) if of == split]
         stream = encode_plainly(tokenizer_dir, texts)
-        assert ids_in(tmp_path / "d", split).tolist() == stream
+        files = [path.read_bytes() for path in sorted(folder.glob(f"{split}-*.bin"))]  # as `cat` reads them
+        assert np.frombuffer(b"".join(files), "<u2").tolist() == stream
         for size in (1, 8, BLOCK_SIZE, len(stream) - 1):
             rows = [stream[i : i + size + 1] for i in range(0, len(stream) - size, size)]
-            opened = PackedSplit(tmp_path / "d" / split, metadata["splits"][split]["chunks"], size, VOCAB_SIZE)
+            opened = PackedSplit("d", list_stretches(folder, metadata, split), size, VOCAB_SIZE)
             np.testing.assert_array_equal(all_rows(opened), rows)
-        counts = [metadata["splits"][split][name] for name in ("documents", "tokens", "bytes", "used_ids")]
-        assert counts == [len(texts), len(stream), len("".join(texts).encode()), len(set(stream))]
+        num_bytes = len("".join(texts).encode())
+        counts = [metadata["splits"][split][name] for name in COUNTS]
+        assert counts == [len(texts), len(stream), len(stream) - len(texts), num_bytes]
 
 
-@pytest.mark.parametrize("batch_tokens", [1, 100, 10**6])
-@pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, "uint16"), (65_537, "int32")])
-def test_every_token_is_a_target_exactly_once(tmp_path, monkeypatch, batch_tokens, vocab_size, dtype):
-    """In one chunk or many. Ids take two bytes if the vocabulary allows it."""
-    monkeypatch.setattr("recipe.data.packed.BATCH_TOKENS", batch_tokens)
-    writer = TokenWriter(tmp_path / "a.arrow", vocab_size)
-    stream = np.arange(vocab_size - 1000, vocab_size)
-    for piece in np.split(stream, [3, 4, 90, 500, 501]):
-        writer.write(piece)
-    writer.close()
-    split = PackedSplit(tmp_path, [["a.arrow", *chunk] for chunk in writer.chunks], 8, vocab_size)
-    assert len(split) == 999 // 8 and split.chunks[0].dtype == dtype
-    assert (len(split.chunks) > 1) == (batch_tokens < 1000)
+@pytest.mark.parametrize("id_type", ["uint16", "uint32"])
+def test_every_token_is_a_target_exactly_once(tmp_path, id_type):
+    """In stretches of several files, of which one has a header."""
+    stream, start, stretches = np.arange(60_000, 61_000, dtype=id_type), 0, []
+    for number, end in enumerate((3, 4, 90, 500, 501, 1000)):
+        path, header = tmp_path / f"{number}.bin", bytes(4 * number)
+        path.write_bytes(header + stream[start:end].tobytes())
+        stretches.append(Stretch(str(path), id_type, len(header), end - start))
+        start = end
+    split = PackedSplit("s", stretches, 8, 2**17)
+    assert len(split) == 999 // 8 and split.num_bytes == stream.nbytes
     np.testing.assert_array_equal(all_rows(split)[:, 1:].reshape(-1), stream[1 : 1 + 124 * 8])
     np.testing.assert_array_equal(all_rows(split)[:, :-1].reshape(-1), stream[: 124 * 8])
-    with pa.OSFile(str(tmp_path / "a.arrow")) as file:
-        column = pa.ipc.open_stream(file).read_all().column(0)
-    assert column.type == dtype
-    np.testing.assert_array_equal(column, stream)
 
 
-# ------------------------------------------------------------------ text that others have tokenized
+def test_a_dataset_of_many_units_keeps_no_file_open(tmp_path):
+    program = f"""
+import resource, numpy as np
+from recipe.data.packed import PackedSplit, Stretch
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+np.arange(4000, dtype=np.uint16).tofile({str(tmp_path / "a.bin")!r})
+stretches = [Stretch({str(tmp_path / "a.bin")!r}, "uint16", 4 * n, 2) for n in range(2000)]
+split = PackedSplit("s", stretches, 1, 5000)
+assert split[np.arange(len(split))][:, 0].tolist() == list(range(3999))
+"""
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+
+
+# ------------------------------------------------------------------ rows of ids
 
 PARTS = {"train": slice(20, None), "validation": slice(20)}
 
@@ -88,7 +95,7 @@ def test_token_ids_are_packed_like_their_text(tmp_path, small_units, documents, 
         train, validation = (write(tmp_path / f"{split}.{kind}", rows[part]) for split, part in PARTS.items())
         source = TextSource((train,), (validation,))
         splits = prepare_dataset(source, tmp_path / name, tokenizer)["splits"]
-        counts[name] = [splits[split][key] for split in SPLITS for key in (*COUNTS, "used_ids")]
+        counts[name] = [splits[split][key] for split in SPLITS for key in COUNTS]
     assert len(list_units(source)) > 9
     assert counts["text"] == counts["ids"]
     for split in SPLITS:
@@ -104,36 +111,68 @@ def test_a_document_ends_once(tmp_path, tokenizer):
     assert ids_in(tmp_path / "d", "train").tolist() == [5, 6, end, 7, 8, end, 9, end, end, end]
 
 
+@pytest.mark.parametrize("has_file", [False, True])
+def test_blocks_of_one_length_are_a_stream(tmp_path, tokenizer, has_file):
+    """As run_clm's `group_texts` writes them: nothing is added, and the last ones are for validation."""
+    stream = np.random.default_rng(0).integers(1, VOCAB_SIZE, 4000)
+    blocks = stream.reshape(-1, 10).tolist()
+    validation = (write_jsonl(tmp_path / "b.jsonl", blocks[380:]),) if has_file else ()
+    source = TextSource((write_jsonl(tmp_path / "a.jsonl", blocks[: 380 if has_file else 400]),), validation)
+    prepare_dataset(source, tmp_path / "d", tokenizer)
+    np.testing.assert_array_equal(ids_in(tmp_path / "d", "train"), stream[:3800])
+    np.testing.assert_array_equal(ids_in(tmp_path / "d", "validation"), stream[3800:])
+
+
+# ------------------------------------------------------------------ token files of other programs
+
+
 def random_ids(seed: int, count: int = 5001) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, VOCAB_SIZE, count).astype("<u2")
 
 
 @pytest.mark.parametrize("write", [np.ndarray.tobytes, shard_of], ids=["nanoGPT", "shards"])
-@pytest.mark.parametrize("is_large", [False, True])
-def test_packed_ids_of_other_programs_are_copied(tmp_path, tokenizer, write, is_large, request, monkeypatch):
-    """In the order of their files, in any units; documents end where the ids say so."""
-    if is_large:
-        request.getfixturevalue("small_units")
-        monkeypatch.setattr("recipe.data.tokens.CHUNK", 100)
+@pytest.mark.parametrize("has_file", [False, True])
+def test_packed_ids_of_other_programs_are_used_in_place(tmp_path, tokenizer, write, has_file, capsys):
+    """In the order of their files; the last 5% of each are held out, or a file. Documents end where the ids say so."""
     for name, seed in (("train_1", 1), ("train_2", 2), ("val", 3)):
         (tmp_path / f"{name}.bin").write_bytes(write(random_ids(seed)))
-    source = TextSource((str(tmp_path / "*.bin"),), (str(tmp_path / "val.bin"),))
-    assert (len(list_units(source)) > 9) == is_large
+    source = TextSource((str(tmp_path / "train*.bin"),), (str(tmp_path / "val.bin"),) if has_file else ())
     made = prepare_dataset(source, tmp_path / "d", tokenizer)
-    byte_counts = count_token_bytes(tokenizer)
-    for split, seeds in (("train", (1, 2)), ("validation", (3,))):
-        ids, found = np.concatenate(list(map(random_ids, seeds))), made["splits"][split]
+    byte_counts, cut = count_token_bytes(tokenizer), 5001 if has_file else 4751
+    parts = {"train": [random_ids(seed)[:cut] for seed in (1, 2)], "validation": [random_ids(3)]}
+    parts["validation"] = parts["validation"] if has_file else [random_ids(seed)[cut:] for seed in (1, 2)]
+    for split, pieces in parts.items():
+        ids, found = np.concatenate(pieces), made["splits"][split]
         np.testing.assert_array_equal(ids_in(tmp_path / "d", split), ids)
-        assert (found["tokens"], found["documents"]) == (len(ids), (ids == tokenizer.eos_token_id).sum())
-        assert (found["bytes"], found["used_ids"]) == (byte_counts[ids].sum(), len(set(ids.tolist())))
+        ends = int((ids == tokenizer.eos_token_id).sum())
+        assert [found[name] for name in COUNTS] == [ends, len(ids), len(ids) - ends, byte_counts[ids].sum()]
+    assert sum(path.stat().st_size for path in (tmp_path / "d").glob("*.bin")) == 0
+    assert "must stay" in capsys.readouterr().out
 
 
-def large_tokenizer() -> TextTokenizer:
+def test_token_files_that_have_changed_are_refused(tmp_path, tokenizer):
+    """Another time alone is no change."""
+    path = tmp_path / "a.bin"
+    path.write_bytes(random_ids(0).tobytes())
+    prepare_dataset(TextSource((str(path),)), tmp_path / "d", tokenizer)
+    os.utime(path, (1e9, 1e9))
+    assert len(open_packed_dataset(tmp_path / "d", 8).train)
+    path.write_bytes(random_ids(1).tobytes())
+    with pytest.raises(UserError, match=r"a\.bin has changed"):
+        open_packed_dataset(tmp_path / "d", 8)
+    path.write_bytes(random_ids(0, 5002).tobytes())
+    with pytest.raises(UserError, match=r"10,004 bytes instead of 10,002"):
+        open_packed_dataset(tmp_path / "d", 8)
+    path.unlink()
+    with pytest.raises(UserError, match=r"a\.bin"):
+        open_packed_dataset(tmp_path / "d", 8)
+
+
+def large_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer of 70,000 words."""
     words = {"<|endoftext|>": 0} | {f"w{number}": number for number in range(1, 70_000)}
     backend = Tokenizer(models.WordLevel(words, unk_token="w1"))
-    backend.add_special_tokens(["<|endoftext|>"])
-    return TextTokenizer(backend, {"eos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"})
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
 
 
 @pytest.mark.parametrize(
@@ -147,9 +186,8 @@ def large_tokenizer() -> TextTokenizer:
         (lambda ids: (ids + 40_000).astype("<u4").tobytes(), "token id .*70,000 tokens"),
     ],
 )
-@pytest.mark.usefixtures("small_units")
 def test_ids_of_a_large_vocabulary_have_32_bits(tmp_path, write, expected):
-    """They are copied, in any units, or refused: never read as twice as many of 16 bits."""
+    """They are used, or refused: never read as twice as many of 16 bits."""
     ids, tokenizer = np.random.default_rng(0).integers(0, 70_000, 5000), large_tokenizer()
     (tmp_path / "a.bin").write_bytes(write(ids))
     source = TextSource((str(tmp_path / "a.bin"),))
@@ -162,21 +200,32 @@ def test_ids_of_a_large_vocabulary_have_32_bits(tmp_path, write, expected):
     assert packed == (ids if ids.tolist() == packed else ids % 60_000).tolist()
 
 
-def test_the_last_ids_of_each_file_are_held_out(tmp_path, tokenizer, small_units):
-    """5% of them."""
-    first, second = random_ids(1, 2000), random_ids(2, 2000)
-    for name, ids in (("a", first), ("b", second)):
-        (tmp_path / f"{name}.bin").write_bytes(shard_of(ids))
-    prepare_dataset(TextSource((str(tmp_path / "*.bin"),)), tmp_path / "d", tokenizer)
-    assert ids_in(tmp_path / "d", "train").tolist() == [*first[:1900], *second[:1900]]
-    assert ids_in(tmp_path / "d", "validation").tolist() == [*first[1900:], *second[1900:]]
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda ids: ids, None),
+        (lambda ids: ids.byteswap(), "token id"),
+        (lambda ids: ids[ids != 0], "no end of text"),
+        (lambda ids: np.random.default_rng(0).integers(0, 257, 9000).astype("<u2"), "are not UTF-8"),
+    ],
+)
+def test_ids_that_do_not_look_like_text_of_their_tokenizer_are_said(
+    tmp_path, tokenizer_dir, tokenizer, change, said, capsys
+):
+    ids = np.array(encode_plainly(tokenizer_dir, make_documents(100)), "<u2")
+    (tmp_path / "a.bin").write_bytes(change(ids).tobytes())
+    try:
+        prepare_dataset(TextSource((str(tmp_path / "a.bin"),)), tmp_path / "d", tokenizer)
+    except UserError as error:
+        print(error)
+    out = capsys.readouterr().out
+    assert said in out if said else "warning" not in out
 
 
-@pytest.mark.parametrize("streaming", [(), ("--streaming",)])
-def test_a_run_trains_on_packed_ids(tmp_path, train, tokenizer_dir, streaming):
+def test_a_run_trains_on_packed_ids(tmp_path, train, tokenizer_dir):
     (tmp_path / "train.bin").write_bytes(random_ids(0, 20_000).tobytes())
     (tmp_path / "val.bin").write_bytes(random_ids(1).tobytes())
-    data = ["--train_file", tmp_path / "train.bin", "--validation_file", tmp_path / "val.bin", *streaming]
+    data = ["--train_file", tmp_path / "train.bin", "--validation_file", tmp_path / "val.bin"]
     folders = ["--tokenizer_name", tokenizer_dir, "--output_dir", tmp_path / "run", "--cache_dir", tmp_path / "cache"]
     train(*data, *folders, *TINY, *PLAIN, "--global_batch_size", 4, "--max_steps", 2, alone=True)
     assert read_events(tmp_path / "run", "eval")[-1]["loss"] == pytest.approx(np.log(VOCAB_SIZE), abs=0.3)
@@ -186,7 +235,7 @@ def test_a_run_trains_on_packed_ids(tmp_path, train, tokenizer_dir, streaming):
 
 
 def damage(directory: Path, how: str) -> None:
-    ids, metadata = directory / "train" / "00000.arrow", directory / "metadata.json"
+    ids, metadata = directory / "train-00000.bin", directory / "metadata.json"
     if how == "truncated":
         ids.write_bytes(ids.read_bytes()[:-100])
     elif how == "no rows":
@@ -196,17 +245,20 @@ def damage(directory: Path, how: str) -> None:
     elif how == "broken metadata":
         metadata.write_text("{")
     elif how == "other tokenizer":
-        train_tokenizer(make_documents(50, seed=9), 300).save_pretrained(directory / "tokenizer")
+        save_tokenizer(train_tokenizer(make_documents(50, seed=9), 300), directory / "tokenizer")
+    elif how == "file elsewhere":
+        metadata.write_text(metadata.read_text().replace("train-00000", "../other/train-00000"))
     else:
         changes = {"other format": {"format_version": 99}, "fewer ids": {"vocab_size": 100}}
         metadata.write_text(json.dumps(json.loads(metadata.read_text()) | changes[how]))
 
 
 DAMAGE = {  # what is damaged, and what the error must name
-    "truncated": "train/00000.arrow",
-    "no rows": "00000.arrow",
+    "truncated": "train-00000.bin",
+    "no rows": "train-00000.bin",
     "no metadata": "metadata.json",
     "broken metadata": "copy",
+    "file elsewhere": re.escape("../other"),
     "other format": "99",
     "fewer ids": "100",
     "other tokenizer": "tokenizer",

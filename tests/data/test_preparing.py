@@ -14,17 +14,17 @@ import psutil
 import pytest
 from corpora import all_rows, start_program, texts_of, write_jsonl, write_parquet, write_text
 from helpers import ROOT, make_documents, run_script
+from transformers import PreTrainedTokenizerFast
 
-from recipe.config import SPLITS
 from recipe.data import prepare
-from recipe.data.packed import TokenWriter, open_packed_dataset, read_metadata
+from recipe.data.pack import Packer
+from recipe.data.packed import open_packed_dataset, read_metadata
 from recipe.data.prepare import prepare_dataset
 from recipe.data.read import list_units
 from recipe.data.source import TextSource
 from recipe.data.tokenizer import load_tokenizer, tokenizer_sha256, train_tokenizer
 from recipe.errors import UserError
 
-DATASET = ["dataset_dict.json", "metadata.json", "tokenizer", "train", "validation"]
 SCRIPT = "scripts/prepare_data.py"
 
 
@@ -50,6 +50,11 @@ def expected(tmp_path_factory, source, tokenizer):
 
 def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def names_of(metadata: dict) -> list[str]:
+    """Return what is in the folder of a dataset, and nothing else."""
+    return sorted([*metadata["files"], "tokenizer", "metadata.json"])
 
 
 # ------------------------------------------------------------------ once
@@ -98,6 +103,23 @@ def test_a_run_keeps_the_rows_of_a_dataset_that_is_replaced(tmp_path, prepared, 
     assert not np.array_equal(all_rows(open_packed_dataset(tmp_path / "d", 16).train)[:50], rows[:50])
 
 
+def test_another_preparation_in_the_same_folder_loses_nothing(
+    tmp_path, source, expected, jsonl_file, tokenizer, capsys
+):
+    """An unfinished one, of an array for example, keeps its units, and the command that ends first names them."""
+    other = dataclasses.replace(source, validation_split_percentage=7.0)
+    assert prepare_dataset(source, tmp_path / "d", tokenizer, share=slice(2)) is None
+    units = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*-0000[01].bin")}
+    prepare_dataset(other, tmp_path / "d", tokenizer)
+    (partial,) = tmp_path.glob("d/.*.partial")
+    assert partial.name in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in partial.glob("*.bin")} == units
+    with pytest.raises(UserError, match="--overwrite"):
+        prepare_dataset(source, tmp_path / "d", tokenizer)
+    assert prepare_dataset(source, tmp_path / "d", tokenizer, overwrite=True) == expected
+    assert names_in(tmp_path / "d") == names_of(expected)
+
+
 def test_overwrite_never_removes_a_folder_that_is_not_a_dataset(tmp_path, jsonl_file, tokenizer):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").write_text("irreplaceable")
@@ -116,7 +138,7 @@ def test_a_dataset_is_replaced_only_when_the_new_one_is_complete(tmp_path, prepa
 # ------------------------------------------------------------------ interruptions
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(5))
 def test_an_interruption_at_the_end_loses_nothing(tmp_path, prepared, tokenizer, monkeypatch, number):
     """Whatever it precedes: the folder holds the older dataset or none, and the next run completes the newer one."""
     (source, old), directory, rename, renamed = prepared, tmp_path / "d", os.rename, []
@@ -140,7 +162,7 @@ def test_an_interruption_at_the_end_loses_nothing(tmp_path, prepared, tokenizer,
     made = prepare_dataset(source, directory, tokenizer, overwrite=number == 0)
     assert made["fingerprint"] != old["fingerprint"]
     assert len(all_rows(open_packed_dataset(directory, 16).train))
-    assert names_in(directory) == DATASET and names_in(tmp_path) == ["d"]
+    assert names_in(directory) == names_of(made) and names_in(tmp_path) == ["d"]
 
 
 def test_a_killed_preparation_repeats_no_finished_unit(tmp_path, small_units, monkeypatch, tokenizer_dir, tokenizer):
@@ -159,36 +181,63 @@ def test_a_killed_preparation_repeats_no_finished_unit(tmp_path, small_units, mo
     _, err = owner.communicate()  # and its processes
     assert len(workers) == 2 and not psutil.wait_procs(workers, timeout=20)[1] and "Traceback" not in err
     (partial,) = (tmp_path / "d").iterdir()
-    done = [f"{path.stem}.arrow" for path in (partial / "units").glob("*.json")]
-    written_at = {name: (partial / "train" / name).stat().st_mtime_ns for name in done}
+    done = [f"train-{path.stem}.bin" for path in (partial / "units").glob("*.json")]
+    written_at = {name: (partial / name).stat().st_mtime_ns for name in done}
     source = TextSource((file,))
     assert 0 < len(done) < len(list_units(source))
     made = prepare_dataset(source, tmp_path / "d", tokenizer)
-    assert {name: (tmp_path / "d" / "train" / name).stat().st_mtime_ns for name in done} == written_at
+    assert {name: (tmp_path / "d" / name).stat().st_mtime_ns for name in done} == written_at
     assert made == prepare_dataset(source, tmp_path / "e", tokenizer)
-    left = [path for split in SPLITS for path in (tmp_path / "d" / split).glob(".*")]
-    assert names_in(tmp_path / "d") == DATASET and not left
+    assert names_in(tmp_path / "d") == names_of(made)
 
 
 def test_a_full_disk_costs_no_finished_unit(tmp_path, source, tokenizer, expected, monkeypatch):
     """Nothing appears under the final name, and the same command resumes when there is space."""
     assert prepare_dataset(source, tmp_path / "d", tokenizer, share=slice(-1)) is None  # one unit is left
-    write, written = TokenWriter.write, set()
+    write, written = Packer.write, set()
 
-    def write_nothing(self, ids):
+    def write_nothing(self, *_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def write_and_note(self, ids):
-        written.add(self.path)
-        write(self, ids)
+    def write_and_note(self, *arguments):
+        written.add(self)
+        write(self, *arguments)
 
     with monkeypatch.context() as patch, pytest.raises(UserError, match=os.strerror(errno.ENOSPC)):
-        patch.setattr(TokenWriter, "write", write_nothing)
+        patch.setattr(Packer, "write", write_nothing)
         prepare_dataset(source, tmp_path / "d", tokenizer)
-    assert not list((tmp_path / "d").glob("[!.]*")) and not list(tmp_path.glob("d/.*/train/.*"))
-    monkeypatch.setattr(TokenWriter, "write", write_and_note)
+    assert not list((tmp_path / "d").glob("[!.]*")) and not list(tmp_path.glob("d/.*/.train*"))
+    monkeypatch.setattr(Packer, "write", write_and_note)
     assert prepare_dataset(source, tmp_path / "d", tokenizer) == expected
     assert 0 < len(written) <= 2  # two splits
+
+
+def test_units_without_bad_rows_are_kept_when_those_are_skipped(tmp_path, source, jsonl_file, tokenizer, capsys):
+    """The error advises it. A strict command repeats the unit in which a row was skipped."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(jsonl_file.read_text() + "{\n")
+    strict = TextSource((str(path),))
+    with pytest.raises(UserError, match="--skip_bad_files"):
+        prepare_dataset(strict, tmp_path / "d", tokenizer, num_workers=1)
+    capsys.readouterr()
+    lenient, count = dataclasses.replace(strict, skip_bad_files=True), len(list_units(strict))
+    assert prepare_dataset(lenient, tmp_path / "d", tokenizer)["source"]["skipped_documents"] == 1
+    assert f"{count - 1:,} of {count:,} units are done" in capsys.readouterr().out
+    assert prepare_dataset(lenient, tmp_path / "e", tokenizer, share=slice(count - 1, count)) is None
+    with pytest.raises(UserError, match="--skip_bad_files"):
+        prepare_dataset(strict, tmp_path / "e", tokenizer, share=slice(count - 1, count))
+
+
+def test_a_full_disk_leaves_no_part_of_a_tokenizer(tmp_path, source, tokenizer, monkeypatch):
+    """tokenizers raises no OSError, which has one sentence."""
+
+    def fail(*_, **__):
+        raise Exception(os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", fail)
+    with pytest.raises(UserError, match=os.strerror(errno.ENOSPC)):
+        prepare_dataset(source, tmp_path / "d", tokenizer)
+    assert not list(tmp_path.rglob("tokenizer*"))
 
 
 def test_a_tokenizer_is_trained_on_the_training_text_only(tmp_path, source):
@@ -228,7 +277,7 @@ def test_every_way_to_prepare_gives_the_same_dataset(tmp_path, medium_units, tok
     assert prepare_dataset(source, tmp_path / "array", tokenizer, share=slice(0)) is None  # --finish is too early
     assert prepare_dataset(source, tmp_path / "array", tokenizer, share=slice(1, None, 3)) == expected
     assert prepare_dataset(source, tmp_path / "cut", tokenizer, share=slice(2)) is None
-    (file,) = tmp_path.glob("cut/.*.partial/train/00001.arrow")
+    (file,) = tmp_path.glob("cut/.*.partial/train-00001.bin")
     file.write_bytes(file.read_bytes()[:1000])
     assert prepare_dataset(source, tmp_path / "cut", tokenizer) == expected
     assert names_in(tmp_path) == ["array", "cut", "one", "several", "text"]
@@ -305,12 +354,12 @@ def test_the_script_finishes_an_array_whose_last_job_was_killed(
     printed = capsys.readouterr().out
     assert not run_script(SCRIPT, "--inspect", tmp_path / "d")
     inspected = capsys.readouterr().out
-    assert inspected in printed and "vocabulary" in inspected
+    assert inspected in printed and "rows of 1,024 tokens" in inspected
 
 
 def test_the_processes_that_tokenize_and_inspecting_import_nothing_slow(tmp_path, dataset_dir):
     """Torch, transformers and datasets are not imported."""
-    (tmp_path / "tokenize.py").write_text("import recipe.data.units\nprint()")
+    (tmp_path / "tokenize.py").write_text("import recipe.data.pack\nprint()")
     for program in ([tmp_path / "tokenize.py"], [ROOT / SCRIPT, "--inspect", dataset_dir]):
         out, err = start_program("slow_imports.py", *program).communicate()
         assert out.endswith("\nimported: []\n"), err
@@ -351,6 +400,19 @@ def test_what_is_not_in_the_dataset_is_said(tmp_path, documents, tokenizer, caps
     for part in (".pdf (1)", "blank): 2\n", "'text': 7 (they have body", "'<sep>'"):
         assert part in out
     assert (made["source"]["blank_rows"], made["source"]["rows_without_column"]) == (2, 7)
-    write_text(tmp_path / "text" / "c.txt", "the end<sep>")
+    (tmp_path / "text" / "c.txt").write_bytes(b"the end\r\n<sep>caf\xe9")
     prepare_dataset(dataclasses.replace(source), tmp_path / "e", tokenizer)
-    assert "<sep>" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "<sep>" not in out and "Windows line ends: 1;" in out and "became U+FFFD: 1\n" in out
+
+
+def test_much_text_for_validation_is_said(tmp_path, tokenizer, capsys):
+    """A book among notes is one document."""
+    for number, text in enumerate(make_documents(49)):
+        write_text(tmp_path / f"{number:02}.txt", text)
+    write_text(tmp_path / "book.txt", "".join(make_documents(2000)))
+    for percentage in (1.0, 2.0, 4.0, 8.0, 16.0):
+        source = TextSource((str(tmp_path),), validation_split_percentage=percentage)
+        splits = prepare_dataset(source, tmp_path / f"d{percentage}", tokenizer)["splits"]
+        share = 100 * splits["validation"]["tokens"] / sum(split["tokens"] for split in splits.values())
+        assert ("held out for validation, not" in capsys.readouterr().out) == (share > 3 * percentage)

@@ -5,9 +5,12 @@ import codecs
 import dataclasses
 import gzip
 import io
+import json
 import lzma
+from pathlib import Path
 
 import datasets
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,7 +18,8 @@ from corpora import KINDS, csv_of, read, texts_of, wet_of, write_jsonl, write_pa
 from helpers import make_documents, wet_record
 
 from recipe.config import STANDARD_LIBRARY
-from recipe.data.read import ReadReport, read_texts
+from recipe.data.cut import cut
+from recipe.data.read import ReadReport, list_units, read_sample, read_texts, read_unit
 from recipe.data.source import TextSource
 from recipe.errors import UserError
 
@@ -38,7 +42,7 @@ def test_documents_come_out_of_each_kind_of_file_unchanged(tmp_path, kind, compr
     documents = [*make_documents(20), *pages]
     path = tmp_path / f"a.{kind}{compression}"
     path.write_bytes(COMPRESSIONS[compression](KINDS[kind](documents, "body")))
-    assert list(read_texts([str(path)], "body", "<sep>")) == documents
+    assert list(read_texts([str(path)], ("body",), "<sep>")) == documents
 
 
 ODD_FILES = {
@@ -57,7 +61,7 @@ ODD_FILES = {
 def test_byte_order_marks_blank_rows_and_half_surrogates_are_not_text(tmp_path, name):
     content, expected = ODD_FILES[name]
     (tmp_path / name).write_bytes(content)
-    assert list(read_texts([str(tmp_path / name)], "text", None)) == expected
+    assert list(read_texts([str(tmp_path / name)], ("text",), None)) == expected
 
 
 @pytest.mark.parametrize(
@@ -65,7 +69,7 @@ def test_byte_order_marks_blank_rows_and_half_surrogates_are_not_text(tmp_path, 
 )
 def test_a_separator_may_be_written_as_a_shell_passes_it(tmp_path, separator, expected):
     path = write_text(tmp_path / "a.txt", "one\n\ntwo\tthree")
-    assert list(read_texts([path], "text", separator)) == expected
+    assert list(read_texts([path], ("text",), separator)) == expected
 
 
 @pytest.mark.parametrize("block", [3, 2**20])
@@ -73,20 +77,19 @@ def test_a_separator_matches_windows_line_ends(tmp_path, monkeypatch, block):
     """Blank documents between separators are dropped, also if a separator is longer than the blocks read."""
     monkeypatch.setattr("recipe.data.read.BLOCK", block)
     path = write_text(tmp_path / "a.txt", "\n\none\r\nline\r\n\r\ntwo\n\n\n\n \n\n\nthree\n\n")
-    assert list(read_texts([path], "text", "\n\n")) == ["one\r\nline", "two", "\nthree"]
+    assert list(read_texts([path], ("text",), "\n\n")) == ["one\r\nline", "two", "\nthree"]
 
 
-def test_the_text_column_may_differ_by_kind_of_file(tmp_path):
-    """Files of other kinds have the column that is given without a kind, or `text`."""
+def test_the_text_of_a_row_is_in_the_first_column_that_it_has(tmp_path):
+    """Of those that are named: the files of a folder may differ."""
     (tmp_path / "a.csv").write_bytes(csv_of(["csv"], "body"))
     write_jsonl(tmp_path / "b.jsonl", ["jsonl"], "content")
     write_jsonl(tmp_path / "c.json", ["json"])
     write_parquet(tmp_path / "d.parquet", ["parquet"], "my text")
     write_text(tmp_path / "e.txt", "txt")
-    by_kind = ("csv=body", "jsonl=content", "parquet=my text")
-    assert list(read_texts([str(tmp_path)], by_kind, None)) == ["csv", "jsonl", "json", "parquet", "txt"]
-    assert list(read_texts([str(tmp_path)], ("content", "csv=body"), None)) == ["csv", "jsonl", "txt"]
-    assert list(read_texts([str(tmp_path / "b.jsonl")], "content", None)) == ["jsonl"]
+    names = ("my text", "body", "content", "text")
+    assert list(read_texts([str(tmp_path)], names, None)) == ["csv", "jsonl", "json", "parquet", "txt"]
+    assert list(read_texts([str(tmp_path)], ("content", "body"), None)) == ["csv", "jsonl", "txt"]
 
 
 def test_the_standard_library_is_a_corpus_for_the_demo():
@@ -106,12 +109,8 @@ pq.write_table(pa.table({"text": ["good"] * 99}), PARQUET)
 # A frame with a window of 2 GB, as of zstd --long=31: magic number, no sizes, window, one block of raw bytes.
 LONG_WINDOW = b"\x28\xb5\x2f\xfd\x00\xa8\x19\x00\x00abc"
 BAD_FILES = {  # name -> content, the texts that can be read, how much is skipped
-    "latin.txt": ("good<sep>Stra\xdfe<sep>last".encode("latin-1"), ["good", "last"], 1),
-    "latin.jsonl": (GOOD + GOOD.replace(b"oo", b"\xf6") + LAST, ["good", "last"], 1),
-    "latin.csv": (b"text\n" + b"good\n" * 99_999 + b"\xdf\nlast\n", ["good", "last"], 1),
-    "utf16.txt": ("good\n".encode("utf-16"), [], 2),
-    "utf16.csv": ("text\ngood\n".encode("utf-16"), [], 1),
-    "program.txt": (b"good<sep>\x7fELF\x02\x01\x01\x00", ["good"], 1),
+    "utf16.txt": ("good\n".encode("utf-16") * 9, [], 1),
+    "program.txt": (b"good<sep>\x7fELF\x02\x01\x01" + bytes(19), ["good"], 1),
     "utf16.jsonl": (GOOD + GOOD.decode().encode("utf-16-le"), ["good"], 2),  # the line end has a zero byte after it
     "broken.jsonl": (GOOD + b'{"text": \n' + LAST, ["good", "last"], 1),
     "deep.jsonl": (GOOD + b'{"n": ' + b"[" * 10**5 + b"\n" + LAST, ["good", "last"], 1),
@@ -127,6 +126,11 @@ BAD_FILES = {  # name -> content, the texts that can be read, how much is skippe
     "half.parquet": (PARQUET.getvalue()[:99], [], 1),
     "cut.wet": (WET[:-9], [], 1),
     "none.wet": (WET + GOOD, ["good"], 1),
+    "commas.csv": (b"text\none, two\nlast\n", ["last"], 1),
+    "missing.csv": (b"id,text\n1,good\n2\n3,last\n", ["good", "last"], 1),
+    "padded.csv": (b"text,,\none, two,three\nlast,,\n", ["last"], 1),
+    "open.csv": (b'text\ngood\n"two\n' + b"more\n" * 90, ["good"], 1),  # nobody knows where the next row begins
+    "after.csv": (b'text\ngood\n"one" two\nthree\n', ["good"], 1),
 }
 
 
@@ -139,62 +143,145 @@ def test_what_cannot_be_read_is_an_error_or_skipped(tmp_path, name):
     source, report = TextSource((str(tmp_path),), document_separator="<sep>"), ReadReport()
     with pytest.raises(UserError, match=name) as caught:
         read(source)
-    remedy = "--long=31" if content == LONG_WINDOW else "--skip_bad_files"
+    remedy = {LONG_WINDOW: "--long=31", BAD_FILES["words.jsonl"][0]: "join"}.get(content, "--skip_bad_files")
+    remedy = "iconv" if name.startswith(("utf16", "program")) else remedy
     assert remedy in str(caught.value) and "\n" not in str(caught.value)
+    assert ("--skip_bad_files" in str(caught.value)) == (remedy == "--skip_bad_files")
     assert set(texts_of(dataclasses.replace(source, skip_bad_files=True), report=report)) == {*expected, "other"}
     assert report.num_skipped == num_skipped and name in report.errors[0]
 
 
-@pytest.mark.parametrize("kind", ["txt", "md.gz", "separated.txt", "separated.md.gz", "warc.wet", "csv", "parquet"])
-def test_bytes_that_are_not_utf8_cost_their_line(tmp_path, small_units, kind):
-    """Texts, pages and fields lose only the damaged line, and its size is counted."""
-    lines, bad = "".join(make_documents(30)).encode().splitlines(keepends=True), b"Stra\xdfe\n"
-    pages = [b"".join([*lines[:15], bad, *lines[15:]]), bad + bad + b"the end\n"]
-    separator = "<sep>" if kind.startswith("separated") else None
-    path, content = tmp_path / f"a.{kind}", (separator or "").encode().join(pages)
+def test_what_precedes_the_end_of_a_cut_text_is_kept(tmp_path):
+    text = "".join(make_documents(9000))
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode())[:-100])
+    report = ReadReport()
+    (kept,) = texts_of(TextSource((str(tmp_path),), skip_bad_files=True), "train", report)
+    assert text.startswith(kept[:-1]) and len(kept) > 0.8 * len(text) and report.num_skipped == 1
+
+
+def test_a_bad_row_is_named_by_its_place_in_the_file(tmp_path, small_units):
+    """Not in its unit; in a Parquet file, the row of another type."""
+    documents = [{"text": text} for text in make_documents(60)]
+    lines = [json.dumps(row) for row in documents]
+    lines[50] = "{"
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    with pytest.raises(UserError, match=r"a\.jsonl, line 51 "):
+        read(TextSource((str(tmp_path / "a.jsonl"),)))
+    rows = [{"text": [[1.5]]}] * 60
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "b.parquet", row_group_size=7)
+    source = TextSource((str(tmp_path / "b.parquet"),))
+    *_, last = cut(source)
+    with pytest.raises(UserError, match=rf"b\.parquet, row {last.parts[0].start * 7 + 1}: "):
+        list(read_unit(source, last, ReadReport()))
+
+
+KINDS_OF_TEXT = [
+    "txt",
+    "md.gz",
+    "separated.txt",
+    "separated.md.gz",
+    "warc.wet",
+    "csv",
+    "jsonl",
+    "json",
+    "parquet",
+    "binary.parquet",
+]
+
+
+def write_pages(path: Path, pages: list[bytes], separator: str | None) -> None:
+    """Write pages that may not be UTF-8."""
+    kind, content = path.name.removeprefix("a."), (separator or "").encode().join(pages)
+    quoted = [
+        page.replace(b'"', b'""' if kind == "csv" else b'\\"').replace(b"\n", b"\n" if kind == "csv" else b"\\n")
+        for page in pages
+    ]
     if kind == "csv":
-        rows = b"".join(pages).replace(b'"', b'""').splitlines()
-        content = b"text\n" + b"".join(b'"%s\n"\n' % row for row in rows)
+        content = b"text\n" + b"".join(b'"%s"\n' % page for page in quoted)
+    elif kind.startswith("json"):
+        content = b"".join(b'{"text": "%s"}\n' % page for page in quoted)
+        content = b"[%s]" % content.strip().replace(b"}\n{", b"},{") if kind == "json" else content
     elif kind == "warc.wet":
         content = b"".join(wet_record("conversion", page) for page in pages)
-    elif kind.endswith("gz"):
-        content = gzip.compress(content)
-    path.write_bytes(content)
+    path.write_bytes(gzip.compress(content) if kind.endswith("gz") else content)
+    if kind.endswith("parquet"):
+        column = pa.array(pages, pa.binary())
+        pq.write_table(pa.table({"text": column if kind.startswith("binary") else column.view(pa.string())}), path)
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_TEXT)
+def test_few_bytes_that_are_not_utf8_are_replaced_and_many_are_another_encoding(tmp_path, small_units, kind):
+    """In every kind of file, without an option. NULs are such bytes."""
+    separator = "<sep>" if kind.startswith("separated") else None
+    documents = ["".join(make_documents(30, seed)) for seed in range(2)]
+    pages = [documents[0].encode().replace(b"cat", b"c\xe4t", 3), documents[1].encode().replace(b"cat", b"c\0t", 2)]
+    expected = documents[0].replace("cat", "c\ufffdt", 3), documents[1].replace("cat", "c\ufffdt", 2)
+    write_pages(tmp_path / f"a.{kind}", pages, separator)
+    source, report = TextSource((str(tmp_path / f"a.{kind}"),), document_separator=separator), ReadReport()
+    assert "".join(texts_of(source, report=report)) == "".join(expected)
+    assert (report.num_replaced, report.num_skipped) == (5, 0)
+    few = [page.decode(errors="replace").replace("\ufffd", "").replace("\0", "").encode() for page in pages]
+    short = [b"Stra\xdfe %d" % number for number in range(99)]  # each row has one
+    for latin in ([few[0], "\xfcber Stra\xdfe ".encode("latin-1") * 99], short):
+        write_pages(tmp_path / f"a.{kind}", latin, separator)
+        with pytest.raises(UserError, match=rf"a\.{kind}.* iconv"):
+            read(TextSource((str(tmp_path / f"a.{kind}"),), document_separator=separator))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("index.csv", b",text\n0,one\n1,two\n", ["one", "two"]),  # as pandas writes it
+        ("quoted.csv", b'text\n"one, ""two""\nthree"\n\nfour\n', ['one, "two"\nthree', "four"]),
+        ("empty.csv", b"text\n", []),
+        ("zeros.txt.gz", gzip.compress(b"text") + bytes(99), ["text"]),  # as on a tape
+        ("\udce9.jsonl.zst", pa.compress(GOOD, "zstd", asbytes=True), ["good"]),  # a name that is not UTF-8
+        ("\udce9.parquet", PARQUET.getvalue(), ["good"] * 99),
+    ],
+)
+def test_odd_files_are_read(tmp_path, name, content, expected):
+    (tmp_path / name).write_bytes(content)
+    assert list(read_texts([str(tmp_path / name)], ("text",), None)) == expected
+
+
+def test_a_separator_that_does_not_occur_costs_no_memory_and_little_reading(tmp_path, monkeypatch):
+    """The file is read about twice, a unit at a time, and cut at line ends."""
+    monkeypatch.setattr("recipe.data.cut.SMALL_SOURCE", 0)
+    path, line = tmp_path / "a.txt", b"x" * 999 + b"\n"
+    path.write_bytes(line * 40_000)
+    source, before = TextSource((str(path),), document_separator="<sep>"), psutil.Process().io_counters().read_chars
+    texts = [text for unit in cut(source) for _, text in read_unit(source, unit, ReadReport())]
+    assert "".join(texts) == (line * 40_000).decode() and max(map(len, texts)) < 20e6
+    assert all(text.endswith("\n") for text in texts)
+    assert psutil.Process().io_counters().read_chars - before < 120e6
+
+
+# ------------------------------------------------------------------ rows that are no text
+
+COLUMNS = [
+    ('{"messages": [{"role": "user", "content": "x"}], "id": "1"}', "messages .*'Dialogs' in recipe/data/README.md"),
+    ('{"data": {"text": "x"}, "id": 1}', r"data\.text .* column of its own"),
+    ('{"body": "x", "id": 1}', "--text_column_name with one of body"),
+    ('{"id": 1}', "no other column holds text"),
+]
+
+
+@pytest.mark.parametrize(("row", "expected"), COLUMNS)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_the_column_that_has_the_text_is_named(tmp_path, row, expected, kind):
+    path = tmp_path / f"a.{kind}"
+    path.write_text(row + "\n")
     if kind == "parquet":
-        pq.write_table(pa.table({"text": pa.array(pages, pa.binary()).view(pa.string())}), path)
-    source, report = TextSource((str(path),), document_separator=separator, skip_bad_files=True), ReadReport()
-    assert "".join(texts_of(source, report=report)) == b"".join([*lines, b"the end\n"]).decode()
-    assert report.num_skipped == 3
-    assert report.skipped_bytes == 3 * len(b'"Stra\xdfe\n"\n' if kind == "csv" else bad)
-    with pytest.raises(UserError, match=path.name):
-        read(dataclasses.replace(source, skip_bad_files=False))
+        pq.write_table(pa.Table.from_pylist([json.loads(row)]), path)
+    source = TextSource((str(path),))
+    with pytest.raises(UserError, match=expected):
+        read_sample(source, list_units(source))
 
 
-CSV_TABLES = {  # content -> the texts, and the number of lines that are skipped
-    "commas": ("text\none, two\nthree\n", ["three"], 1),
-    "missing field": ("id,text\n1,one\n2\n3,three\n", ["one", "three"], 1),
-    "open quote": ('text\none\n"two\n' + "more\n" * 90, ["one", *["more"] * 90], 1),
-    "two open quotes": ('text\n"one\ntwo\n"three\nfour\n', ["two", "four"], 2),
-    "text after a quote": ('text\n"one" two\nthree\n', ["three"], 1),
-    "header padded by a program": ("text,,\none, two,three\nfour,,\n", ["four"], 1),
-    "index of pandas": (",text\n0,one\n1,two\n", ["one", "two"], 0),
-    "quoted": ('text\n"one, ""two""\nthree"\n\nfour\n', ['one, "two"\nthree', "four"], 0),
-    "one line": ("text\n", [], 0),
-}
-
-
-@pytest.mark.parametrize("name", CSV_TABLES)
-def test_a_row_of_csv_has_the_fields_of_its_header(tmp_path, name):
-    """Any other row is an error that names its line; skip_bad_files loses one line for it."""
-    content, expected, num_skipped = CSV_TABLES[name]
-    path = write_text(tmp_path / "a.csv", content)
-    source, report = TextSource((path,), skip_bad_files=True), ReadReport()
-    assert texts_of(source, report=report) == expected
-    assert report.num_skipped == num_skipped
-    assert (report.skipped_bytes > 0) == (num_skipped > 0)
-    if num_skipped:
-        with pytest.raises(UserError, match=r"a\.csv: line \d"):
-            read(dataclasses.replace(source, skip_bad_files=False))
+def test_a_repeated_column_of_parquet_is_refused(tmp_path):
+    pq.write_table(pa.Table.from_arrays([pa.array(["x"])] * 2, ["text", "text"]), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet has 2 columns named 'text'"):
+        read(TextSource((str(tmp_path / "a.parquet"),)))
 
 
 # ------------------------------------------------------------------ rows of token ids
@@ -213,10 +300,10 @@ def test_the_padding_of_tokenized_rows_is_not_read(tmp_path, kind, has_mask):
         table = table.cast(datasets.Features(dict.fromkeys(rows, ids)))
     if kind == "save_to_disk":
         table.save_to_disk(path)
-        source = TextSource(dataset_name=path, text_column_name="input_ids")
+        source = TextSource(dataset_name=path, text_column_name=("input_ids",))
     else:
         {"jsonl": table.to_json, "parquet": table.to_parquet}[kind.split()[0]](path)
-        source = TextSource((path,), text_column_name="input_ids")
+        source = TextSource((path,), text_column_name=("input_ids",))
     report = ReadReport()
     found = [ids.tolist() for ids in texts_of(source, report=report)]
     assert found == ([[5, 6, 7], [8, 9]] if has_mask else rows["input_ids"])

@@ -1,6 +1,5 @@
 """Streaming: each row of a unit once per epoch, in an order that any number of processes can resume anywhere."""
 
-import dataclasses
 import errno
 import itertools
 import json
@@ -11,25 +10,27 @@ import socket
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import psutil
 import pytest
 import torch
 from corpora import start_program, write_jsonl
 from helpers import BLOCK_SIZE, PLAIN, launch, make_documents, read_events
+from hub_repository import File, Repository
 
 from recipe.command_line import load_config
-from recipe.data import cache
 from recipe.data.batches import TrainBatches, TrainOrder, row_shift
 from recipe.data.cache import open_dataset_for
-from recipe.data.packed import PackedSplit
+from recipe.data.pack import Encoding, Job
+from recipe.data.packed import PackedSplit, list_stretches
 from recipe.data.prepare import prepare_dataset
 from recipe.data.read import list_units
 from recipe.data.source import TextSource
 from recipe.data.stream import TextStream, open_stream, read_stream
-from recipe.data.units import Job
 from recipe.errors import UserError
 
 GLOBAL_BATCH = 24
@@ -61,10 +62,10 @@ def source(text, small_units):
 def unit_rows(tmp_path, source, tokenizer):
     """The training rows of each unit, as they would be alone."""
     made = prepare_dataset(source, tmp_path / "d", tokenizer, num_workers=1)
-    rows, chunks = [], made["splits"]["train"]["chunks"]
+    rows, stretches = [], list_stretches(tmp_path / "d", made, "train")
     for number in range(len(list_units(source))):
-        own = [chunk for chunk in chunks if chunk[0] == f"{number:05d}.arrow"]
-        split = PackedSplit(tmp_path / "d" / "train", own, BLOCK_SIZE, made["vocab_size"])
+        own = [stretch for stretch in stretches if stretch.path.endswith(f"train-{number:05d}.bin")]
+        split = PackedSplit("d", own, BLOCK_SIZE, made["vocab_size"])
         rows.append(list(map(tuple, split[np.arange(len(split))].tolist())) if len(split) else [])
     counts = list(map(len, rows))
     assert len(counts) > 10 and 0 in counts and max(counts) > 6
@@ -72,12 +73,12 @@ def unit_rows(tmp_path, source, tokenizer):
 
 
 @pytest.fixture
-def open_streams(source, tokenizer_dir, tokenizer):
+def open_streams(source, tokenizer):
     """Open the stream of each process of a run. The processes are threads, which gather from each other."""
 
     def start(count=1, seed=1, hosts=None, source=source) -> list[TextStream]:
         parts, barrier, here = [None] * count, threading.Barrier(count), threading.local()
-        job = Job(source, "", str(tokenizer_dir), splits=("train",), is_temporary=True)
+        job = Job(source, "", Encoding.of(tokenizer), ("train",), is_temporary=True)
         dataset = SimpleNamespace(block_size=BLOCK_SIZE, vocab_size=len(tokenizer))
 
         def open_on(rank):
@@ -200,7 +201,7 @@ def test_a_stream_has_a_bounded_number_of_files(open_streams, folders):
         for batches in processes:
             inputs, targets = next(batches)
             assert torch.equal(inputs[:, 1:], targets[:, :-1])
-        counts.append(len(list(folders()[0].rglob("*.arrow"))))
+        counts.append(len(list(folders()[0].rglob("train-*.bin"))))
     assert processes[0].position[0] > 30 and max(counts) < 20
     for batches in processes:
         batches.close()
@@ -281,41 +282,48 @@ def test_a_full_disk_names_the_variable_of_the_folder(open_streams, monkeypatch)
 
 
 @pytest.fixture
-def config(tmp_path, text, tokenizer_dir, small_units, monkeypatch):
-    """A streamed run, of which about 6,000 bytes are prepared."""
-    monkeypatch.setattr(cache, "HEAD_BYTES", 6_000)
-    argv = ["--streaming", "--train_file", text, "--tokenizer_name", str(tokenizer_dir)]
-    argv += ["--cache_dir", str(tmp_path / "cache"), "--block_size", str(BLOCK_SIZE), "--seed", "1"]
-    return load_config([*argv, "--validation_split_percentage", "20"])[0]
+def streamed(tmp_path, text, tokenizer_dir, hub, monkeypatch):
+    """Options of a run on a dataset of the Hub, in several files."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.endpoint)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    lines = Path(text).read_bytes().splitlines(keepends=True)
+    content = {f"{number}.jsonl": File(b"".join(lines[number::6]), False) for number in range(6)}
+    hub.repositories["datasets/org/data"] = repository = Repository(False)
+    repository.write_commit("main", None, "", content)
+    options = ["--global_batch_size", 4, "--max_steps", 6, "--logging_steps", 1, "--eval_steps", 0, "--save_steps", 4]
+    data = [
+        "--streaming",
+        "--dataset_name",
+        "org/data",
+        "--validation_split_percentage",
+        20,
+        "--block_size",
+        BLOCK_SIZE,
+    ]
+    return [*data, *options, *PLAIN, "--tokenizer_name", tokenizer_dir, "--cache_dir", tmp_path / "cache"]
 
 
-def test_a_part_of_a_streamed_text_is_prepared(config, read_steps):
-    """From units spread over the text; the run then reads all of it."""
-    dataset = open_dataset_for(config)
-    num_bytes = sum(of["bytes"] for of in dataset.metadata["splits"].values())
-    assert 3_000 < num_bytes < 10_000 and len(dataset.validation)
+def test_a_part_of_a_streamed_text_is_prepared(streamed, unit_rows, small_units):
+    """From four units of six; the run then reads all of them."""
+    config = load_config([*map(str, streamed), "--seed", "1"])[0]
+    dataset, num_rows = open_dataset_for(config), sum(map(len, unit_rows))
+    assert 0.3 * num_rows < len(dataset.train) < 0.9 * num_rows and len(dataset.validation)
     stream = open_stream(config, dataset, 0, lambda part: [part])
-    found, _ = next(read_stream(stream, TrainOrder(1, 1, GLOBAL_BATCH, GLOBAL_BATCH), (0, 0)))
-    assert torch.equal(found, read_steps(1)[0][0])
+    assert len(stream.units) == 6
+    assert 0.8 * num_rows < sum(len(stream.window(number)) for number in range(6)) < 1.1 * num_rows
     stream.close()
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_part_of_few_long_documents_has_one_for_validation(tmp_path, config, seed):
-    """Four of ten units are prepared, and the unit that holds the validation document is added."""
-    texts = ["".join(make_documents(6, seed=100 * seed + number)) for number in range(10)]
-    options = {"train_file": [write_jsonl(tmp_path / "a.jsonl", texts)], "validation_split_percentage": 5}
-    splits = open_dataset_for(dataclasses.replace(config, **options)).metadata["splits"]
-    assert splits["validation"]["documents"] == 1 and splits["train"]["documents"] < 8
-
-
-@pytest.fixture
-def streamed(tmp_path, text, tokenizer_dir, monkeypatch):
-    """Options of a streamed run."""
-    monkeypatch.chdir(tmp_path)
-    options = ["--global_batch_size", 4, "--max_steps", 6, "--logging_steps", 1, "--eval_steps", 0, "--save_steps", 4]
-    data = ["--streaming", "--train_file", text, "--tokenizer_name", tokenizer_dir, "--block_size", BLOCK_SIZE]
-    return [*data, *options, *PLAIN]
+@pytest.mark.parametrize("source", [["--train_file", "a.jsonl"], ["--dataset_name", "folder"]])
+def test_text_on_this_machine_is_not_streamed(tmp_path, streamed, train, source):
+    """It would take more time, and hardly less space."""
+    (tmp_path / "folder").mkdir()
+    write_jsonl(tmp_path / "folder" / "a.jsonl", make_documents(9))
+    write_jsonl(tmp_path / "a.jsonl", make_documents(9))
+    options = [option for option in streamed if option not in ("--dataset_name", "org/data")]
+    with pytest.raises(UserError, match="two bytes a token"):
+        train(*options, *source, "--output_dir", tmp_path / "run", alone=True)
 
 
 def test_a_streamed_run_resumes_bit_for_bit(train, streamed, tmp_path, small_units):

@@ -1,7 +1,10 @@
 """The ids of a text are its tokenizer's, whoever encodes it; what they stand for is known, or said to be unknown."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -9,23 +12,23 @@ import gigatoken
 import numpy as np
 import pytest
 from corpora import write_text
-from helpers import BLOCK_SIZE, ONE_STEP, PLAIN, TINY, make_documents, read_events, run_script
+from helpers import BLOCK_SIZE, ONE_STEP, PLAIN, ROOT, TINY, make_documents, read_events, run_script
 from small_model import save_small_model
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from recipe.data import encode as encode_module
-from recipe.data.encode import Encode, build_encoder, choose_encoder, cut_text
+from recipe.data.encode import Encode, build_encoder, choose_encoder, cut_text, encode_documents
 from recipe.data.packed import open_packed_dataset
 from recipe.data.prepare import prepare_dataset
 from recipe.data.source import TextSource
 from recipe.data.tokenizer import (
-    TextTokenizer,
     count_ids,
     count_token_bytes,
     cut_words,
     load_tokenizer,
-    read_tokenizer,
+    save_tokenizer,
+    text_ids,
     tokenizer_sha256,
     train_tokenizer,
 )
@@ -47,15 +50,15 @@ LLAMA3 = (
 )
 
 
-def text_tokenizer(backend: Tokenizer) -> TextTokenizer:
-    return TextTokenizer(backend, {"eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"})
+def text_tokenizer(backend: Tokenizer) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END)
 
 
-def unchanged(tokenizer: TextTokenizer) -> TextTokenizer:
+def unchanged(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def with_newer_pattern(tokenizer: TextTokenizer) -> TextTokenizer:
+def with_newer_pattern(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     """As Llama 3's and Qwen's, which split by a regular expression before they map bytes."""
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     split = pre_tokenizers.Split(Regex(LLAMA3), "isolated")
@@ -67,18 +70,18 @@ def with_newer_pattern(tokenizer: TextTokenizer) -> TextTokenizer:
 # ------------------------------------------------------------------ ids
 
 
-def ids_of(tokenizer: TextTokenizer, texts: list[str]) -> list[list[int]]:
+def ids_of(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[int]]:
     """Return what `tokenizers` itself has for each text, special tokens as characters."""
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.encode_special_tokens = True
     return [backend.encode(text, add_special_tokens=False).ids for text in texts]
 
 
-def chosen(tokenizer: TextTokenizer, sample: list[str]) -> tuple[Encode, str]:
+def chosen(tokenizer: PreTrainedTokenizerFast, sample: list[str]) -> tuple[Encode, str]:
     """Return the encoder that is chosen on a sample, and why."""
-    name, how = choose_encoder(tokenizer, sample)
+    name, encode, how = choose_encoder(tokenizer.backend_tokenizer.to_str(), sample)
     assert how.startswith(name)
-    return build_encoder(tokenizer, name), how
+    return encode, how
 
 
 @pytest.mark.parametrize("change", [unchanged, with_newer_pattern])
@@ -126,7 +129,11 @@ def test_no_part_of_a_tokenizer_is_lost(tokenizer, name, encoder):
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     other = text_tokenizer(Tokenizer.from_str(json.dumps(content | changes_of(content)[name])))
     expected = ids_of(tokenizer if name in ("padding", "truncation") else other, HARD)
-    encode = chosen(other, make_documents(3))[0] if encoder == "chosen" else build_encoder(other, encoder)
+    encode = (
+        chosen(other, make_documents(3))[0]
+        if encoder == "chosen"
+        else build_encoder(other.backend_tokenizer.to_str(), encoder)
+    )
     assert [encode([text])[0].tolist() for text in HARD] == expected
 
 
@@ -149,20 +156,45 @@ def test_a_tokenizer_that_is_not_bpe_encodes_itself():
     assert encode([ENGLISH])[0].tolist() == ids_of(tokenizer_of(characters), [ENGLISH])[0]
 
 
-@pytest.mark.parametrize("piece_characters", [1, 20, 300])
-@pytest.mark.parametrize("change", [unchanged, with_newer_pattern])
-def test_the_pieces_of_a_text_have_its_ids(monkeypatch, piece_characters, change):
-    """For GPT-2's pattern and its successors, wherever the text has a single line end or space to cut it at."""
-    monkeypatch.setattr(encode_module, "PIECE_CHARACTERS", piece_characters)
+def with_metaspace(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """As Llama 2's: a text that begins with a word gets a space in front, and so would a piece of it."""
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    backend.train_from_iterator([ENGLISH], trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", END]))
+    return text_tokenizer(backend)
+
+
+@pytest.mark.parametrize("batch_characters", [1, 20, 300])
+@pytest.mark.parametrize("change", [unchanged, with_newer_pattern, with_metaspace])
+def test_the_pieces_of_a_text_have_its_ids(monkeypatch, batch_characters, change):
+    """Whatever the tokenizer, wherever the text has a line end or space to cut it at."""
+    monkeypatch.setattr(encode_module, "BATCH_CHARACTERS", batch_characters)
     hard = "one two\nthree  \n\n four,\tfive\r\nsix 'll  \u00a0 seven\u2028 eight"
     text = "".join(make_documents(20)) + "two words\n\n and more\n\n" * 20 + hard
     tokenizer = change(train_tokenizer([text], 400))  # runs of white space have tokens
-    pieces = list(cut_text(text))
+    encode = chosen(tokenizer, [text])[0]
+    assert encode_documents(encode, [text, "a"])[0].tolist() == sum(ids_of(tokenizer, [text, "a"]), [])
+    pieces = list(cut_text(text, encode))
     assert "".join(pieces) == text
-    if piece_characters > 1:
-        assert len(pieces) > len(text) / piece_characters
-        encode = chosen(tokenizer, [text])[0]
-        assert encode(pieces)[0].tolist() == ids_of(tokenizer, [text])[0]
+    assert batch_characters == 1 or len(pieces) > len(text) / batch_characters / 2
+
+
+def test_a_long_document_takes_little_memory():
+    """tokenizers needs 110 to 150 bytes for each character that it encodes at a time."""
+    program = f"""
+import resource, numpy as np
+from recipe.data.encode import build_encoder, encode_documents
+from recipe.data.tokenizer import train_tokenizer
+text = {ENGLISH!r}
+encode = build_encoder(train_tokenizer([text], 400).backend_tokenizer.to_str(), "tokenizers")
+encode_documents(encode, [text])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+encode_documents(encode, [text * (3_000_000 // len(text))])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, check=True)
+    assert int(result.stdout) < 120_000  # kilobytes
 
 
 CONFIGS = {  # a tokenizer_config.json, and whether its ids are those of tokenizer.json; else transformers adds tokens
@@ -182,7 +214,7 @@ def test_training_accepts_the_tokenizer_of_every_dataset(tmp_path, jsonl_file, t
     folder = Path(shutil.copytree(tokenizer_dir, tmp_path / "tokenizer"))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "config.json").write_text('{"model_type": "gpt2"}')
-    prepare_dataset(TextSource((str(jsonl_file),)), tmp_path / "d", read_tokenizer(str(folder)))
+    prepare_dataset(TextSource((str(jsonl_file),)), tmp_path / "d", load_tokenizer(str(folder)))
     made = open_packed_dataset(tmp_path / "d", BLOCK_SIZE)
     expected = AutoTokenizer.from_pretrained(folder)
     assert made.tokenizer.eos_token_id == expected.eos_token_id == made.metadata["eos_token_id"]
@@ -217,7 +249,7 @@ def test_a_tokenizer_that_its_class_would_rebuild_is_its_tokenizer_json(tmp_path
     write_text(tmp_path / "a.txt", (ENGLISH + text) * 9)
     tokenizer = text_tokenizer(digits())
     expected = tokenizer.backend_tokenizer.encode(text).ids
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
     (folder / "tokenizer_config.json").write_text(json.dumps(CLASSES[name]))
     options = ["--tokenizer_name", folder, *TINY]
     if is_tuned:
@@ -241,7 +273,7 @@ def test_the_only_special_token_does_not_end_documents_by_that(tmp_path, token):
     backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(UserError, match="end-of-text"):
-        read_tokenizer(str(tmp_path))
+        load_tokenizer(str(tmp_path))
 
 
 # ------------------------------------------------------------------ bytes
@@ -311,13 +343,13 @@ def spaced() -> Tokenizer:
     return backend
 
 
-def tokenizer_of(make) -> TextTokenizer:
+def tokenizer_of(make) -> PreTrainedTokenizerFast:
     backend = make()
     backend.add_special_tokens([END])
     return text_tokenizer(backend)
 
 
-@pytest.mark.parametrize("make", [gpt_neox, llama, newer, characters])
+@pytest.mark.parametrize("make", [newer, digits])
 def test_the_bytes_of_the_ids_are_those_of_the_text(make):
     """In languages that take one byte for a character, and two. The end of text has none."""
     tokenizer = tokenizer_of(make)
@@ -329,66 +361,81 @@ def test_the_bytes_of_the_ids_are_those_of_the_text(make):
     assert len(counts) == count_ids(tokenizer) > max(ids)
 
 
-def test_special_tokens_stand_for_no_bytes():
-    tokenizer = tokenizer_of(gpt_neox)
-    tokenizer.backend_tokenizer.add_special_tokens(["<pad>"])
-    assert count_token_bytes(tokenizer)[tokenizer.backend_tokenizer.token_to_id("<pad>")] == 0
-
-
-@pytest.mark.parametrize("make", [word_piece, words])
+@pytest.mark.parametrize("make", [gpt_neox, llama, characters, word_piece, words, lacking, spaced])
 def test_bytes_that_are_not_known_are_not_guessed(make):
-    """Of a tokenizer that drops white space, none are."""
-    tokenizer = tokenizer_of(make)
-    counts = count_token_bytes(tokenizer)
-    assert counts[tokenizer.eos_token_id] == 0
-    assert set(np.delete(counts, tokenizer.eos_token_id)) == {-1}
+    """Of a tokenizer that changes or drops text, or does not spell bytes."""
+    assert count_token_bytes(tokenizer_of(make)) is None
+
+
+def test_special_tokens_are_no_text_but_unknown_text_is():
+    tokenizer = tokenizer_of(llama)
+    tokenizer.backend_tokenizer.add_special_tokens(["<pad>", "<unk>"])
+    others = {tokenizer.backend_tokenizer.token_to_id(token) for token in ("<pad>", END)}
+    assert set(np.flatnonzero(~text_ids(tokenizer)).tolist()) == others
+
+
+NO_TOKEN = "warning: this tokenizer has no token for unknown text"
 
 
 @pytest.mark.parametrize(
-    ("make", "text", "said", "knows_bytes"),
+    ("make", "text", "said"),
     [
-        (gpt_neox, RUSSIAN, "", True),
-        (characters, RUSSIAN, "", True),
-        (characters, "犬" * 99, "warning: 99.0% of the tokens are [UNK]", False),
-        (characters, ENGLISH[:2000] + "犬", "0.0% of the tokens are [UNK]", False),
-        (word_piece, ENGLISH[:2000], "no bits per byte", False),
-        (words, ENGLISH[:1000] + " " + RUSSIAN[:1000], "warning: this tokenizer has no token for unknown text", False),
-        (lacking, "plain 猫 words\n" * 99, "warning: 18.75% of the text's bytes are not in its tokens", False),
-        (lacking, "plain words\n" * 99, "", True),
-        (gpt_neox, "plain e\u0301\n" * 99, "10.00% of the text's bytes", False),
-        (gpt_neox, "plain " * 999 + "e\u0301", "0.02% of the text's bytes", True),  # too few to matter
-        (spaced, ENGLISH, "", True),
+        (characters, RUSSIAN, ""),
+        (characters, "犬" * 99, "warning: 99.3% of the tokens are [UNK]"),
+        (characters, ENGLISH[:2000] + "犬", "0.0% of the tokens are [UNK]"),
+        (word_piece, ENGLISH[:2000], ""),
+        (words, ENGLISH[:1000] + " " + RUSSIAN[:1000], NO_TOKEN),
+        (lacking, "plain 猫 words\n" * 99, NO_TOKEN),
+        (gpt_neox, "plain e\u0301\n" * 99, ""),
+        (spaced, ENGLISH, ""),
     ],
 )
-def test_what_a_tokenizer_cannot_spell_is_said(tmp_path, make, text, said, knows_bytes, capsys):
-    """The share of unknown text is counted, text without any token is noticed, and no count of bytes is wrong."""
-    train, validation = (write_text(tmp_path / f"{name}.txt", text) for name in "ab")
-    made = prepare_dataset(TextSource((train,), (validation,)), tmp_path / "d", tokenizer_of(make))
-    out = capsys.readouterr().out
+@pytest.mark.parametrize("parses", [False, True])
+def test_the_bytes_of_a_dataset_are_those_of_its_text_as_read(tmp_path, make, text, said, parses, capsys):
+    """Whatever a tokenizer makes of it: a normalizer, a space in front. What it cannot spell is said."""
+    train, validation = (write_text(tmp_path / f"{name}.txt", text * count) for name, count in (("a", 2), ("b", 1)))
+    source = TextSource((train,), (validation,), parse_special_tokens=parses)
+    tokenizer = tokenizer_of(make)
+    made = prepare_dataset(source, tmp_path / "d", tokenizer)
+    out, ids = capsys.readouterr().out, ids_of(tokenizer, [text])[0]
     assert said in out
     assert ("warning" in out) == ("warning" in said)
-    expected = pytest.approx(len(text.encode()), rel=0.001) if knows_bytes else None
-    assert made["splits"]["train"]["bytes"] == expected
+    counts = made["splits"]["validation"]
+    assert (counts["bytes"], counts["text_tokens"]) == (len(text.encode()), len(ids))
+
+
+def test_parsed_special_tokens_have_no_bytes(tmp_path, tokenizer_dir):
+    """Neither have the ends that packing does not repeat."""
+    tokenizer = load_tokenizer(str(tokenizer_dir))
+    tokenizer.backend_tokenizer.add_special_tokens(["<|user|>"])
+    rows = [f"<|user|>über {number} the cat{END * (number % 2)}" for number in range(40)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    source = TextSource((str(tmp_path / "a.jsonl"),), parse_special_tokens=True)
+    splits = prepare_dataset(source, tmp_path / "d", tokenizer)["splits"].values()
+    text = [row.replace("<|user|>", "").replace(END, "") for row in rows]
+    assert sum(split["bytes"] for split in splits) == len("".join(text).encode())
+    assert sum(split["text_tokens"] for split in splits) == sum(map(len, ids_of(tokenizer, text)))
+    assert sum(split["tokens"] - split["text_tokens"] for split in splits) == 80
 
 
 @pytest.mark.parametrize("make", [gpt_neox, llama, newer, characters, word_piece, words, digits, lacking])
 def test_a_tokenizer_and_its_identity_survive_saving(tmp_path, tokenizer, make):
     """This holds with gaps between the ids, too. Another tokenizer has another identity."""
     saved = tokenizer_of(make)
-    saved.save_pretrained(tmp_path)
-    assert len(read_tokenizer(str(tmp_path))) == count_ids(saved)
+    save_tokenizer(saved, tmp_path)
+    assert count_ids(load_tokenizer(str(tmp_path))) == count_ids(saved)
     assert tokenizer_sha256(load_tokenizer(str(tmp_path))) == tokenizer_sha256(saved) != tokenizer_sha256(tokenizer)
 
 
 @pytest.fixture
 def run(tmp_path, train):
-    """Train a model with a tokenizer on a.txt, for one step. Returns its folder."""
+    """Train a model with a tokenizer on a.txt, or another file, for one step. Returns its folder."""
 
-    def with_tokenizer(tokenizer: TextTokenizer) -> Path:
-        tokenizer.save_pretrained(tmp_path / "tokenizer")
+    def with_tokenizer(tokenizer: PreTrainedTokenizerFast, name: str = "a.txt") -> Path:
+        save_tokenizer(tokenizer, tmp_path / "tokenizer")
         write_text(tmp_path / "a.txt", ENGLISH * 2)
         shape = ["--config_overrides", "n_layer=1,n_head=1,n_embd=16", "--block_size", 16, "--global_batch_size", 4]
-        data = ["--train_file", tmp_path / "a.txt", "--tokenizer_name", tmp_path / "tokenizer"]
+        data = ["--train_file", tmp_path / name, "--tokenizer_name", tmp_path / "tokenizer"]
         folders = ["--output_dir", tmp_path / "run", "--cache_dir", tmp_path / "cache"]
         train(*data, *folders, *shape, *PLAIN, "--max_steps", 1, alone=True)
         return tmp_path / "run"
@@ -396,17 +443,30 @@ def run(tmp_path, train):
     return with_tokenizer
 
 
-@pytest.mark.parametrize("make", [word_piece, lacking])
-def test_a_run_without_bits_per_byte_has_losses(tmp_path, run, capsys, make):
-    """Bits per byte are null in files and a dash in lines."""
-    folder = run(tokenizer_of(make))
+def test_bits_per_byte_are_those_of_the_text_under_any_tokenizer(tmp_path, run):
+    """Of a model that has learned nothing: the bits of a guess for each token, over the bytes of the text."""
+    folder = run(tokenizer_of(word_piece))
+    event = read_events(folder, "eval")[0]
+    (packed,) = (tmp_path / "cache").iterdir()
+    counts = json.loads((packed / "metadata.json").read_text())["splits"]["validation"]
+    assert event["bits_per_byte"] == pytest.approx(
+        event["loss"] / np.log(2) * counts["text_tokens"] / counts["bytes"], rel=0.01
+    )
+    assert not run_script("scripts/evaluate_model.py", "--model", folder, "--text_file", tmp_path / "a.txt")
+    assert json.loads((folder / "evaluation.json").read_text())["texts"][0]["num_bytes"] == len((ENGLISH * 2).encode())
+
+
+def test_a_run_without_bits_per_byte_has_losses(tmp_path, run, capsys):
+    """On token ids that do not say how long their text was. They are null in files and a dash in lines."""
+    tokenizer = tokenizer_of(word_piece)
+    rows = ids_of(tokenizer, make_documents(200))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": ids}) + "\n" for ids in rows))
+    folder = run(tokenizer, "a.jsonl")
     out = capsys.readouterr().out
     assert ", - bits/byte" in out and "bits_per_byte:     -" in out
     summary = json.loads((folder / "summary.json").read_text())
     assert {event["bits_per_byte"] for event in [*read_events(folder, "eval"), summary]} == {None}
     assert summary["eval_loss"] > 1
-    assert not run_script("scripts/evaluate_model.py", "--model", folder, "--text_file", tmp_path / "a.txt")
-    assert json.loads((folder / "evaluation.json").read_text())["texts"][0]["loss"] > 1
 
 
 def test_a_tokenizer_with_gaps_between_its_ids_trains(run):

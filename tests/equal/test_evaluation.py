@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
 from recipe.command_line import load_config
+from recipe.data.packed import PackedSplit
 from recipe.evaluation.perplexity import LanguageModelingMetric
 from recipe.evaluation.text import choose_context
 from recipe.evaluation.validation import Validation
@@ -46,28 +47,30 @@ def run(train_shared):
     return train_shared(*TWO_STEPS, "--max_eval_samples", "all")
 
 
-def score_slowly(run, rows: np.ndarray) -> dict[str, float]:
+def score_slowly(run, rows: np.ndarray, split: PackedSplit) -> dict[str, float]:
     """Independent: the stock model, one row at a time, torch's cross-entropy, in float64.
 
-    A character of a byte-level token stands for a byte. A separator of documents is no text.
+    A character of a byte-level token stands for a byte. A separator of documents is no text. Bits per byte are bits
+    per token of text, over the bytes of a token in the whole split.
     """
     model, tokenizer = AutoModelForCausalLM.from_pretrained(run).eval(), AutoTokenizer.from_pretrained(run)
-    losses, num_bytes = [], []
+    text = [token for token in split.in_memory().chunks[0].tolist() if token != tokenizer.eos_token_id]
+    bytes_per_token = sum(map(len, tokenizer.convert_ids_to_tokens(text))) / len(text)
+    losses, is_text = [], []
     for row in torch.from_numpy(rows):
         with torch.no_grad():
             logits = model(input_ids=row[None, :-1]).logits[0]
         losses += F.cross_entropy(logits.double(), row[1:], reduction="none").tolist()
-        tokens = tokenizer.convert_ids_to_tokens(row[1:].tolist())
-        num_bytes += [0 if token == tokenizer.eos_token else len(token) for token in tokens]
-    assert 0 in num_bytes
-    text_nats = sum(loss for loss, size in zip(losses, num_bytes, strict=True) if size)
+        is_text += (row[1:] != tokenizer.eos_token_id).tolist()
+    assert not all(is_text)
+    nats = sum(loss for loss, is_counted in zip(losses, is_text, strict=True) if is_counted) / sum(is_text)
     loss = sum(losses) / len(losses)
-    return {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": text_nats / math.log(2) / sum(num_bytes)}
+    return {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": nats / math.log(2) / bytes_per_token}
 
 
 @pytest.fixture(scope="module")
 def slow_scores(run, dataset):
-    return score_slowly(run, dataset.validation[np.arange(len(dataset.validation))])
+    return score_slowly(run, dataset.validation[np.arange(len(dataset.validation))], dataset.validation)
 
 
 @pytest.mark.parametrize(("num_rows", "batch_size"), [("all", 1), ("all", 3), ("all", 1000), ("10", 3)])
@@ -82,7 +85,7 @@ def test_the_mean_is_exact_for_any_number_of_rows_and_batch_size(run, dataset, s
     validation.batch_size = batch_size
     result = validation.run()
     spread = dataset.validation[np.arange(10) * count // 10]
-    expected = slow_scores if num_rows == "all" else score_slowly(run, spread)
+    expected = slow_scores if num_rows == "all" else score_slowly(run, spread, dataset.validation)
     assert {key: result[key] for key in expected} == pytest.approx(expected, rel=1e-5)
     assert module.training
     assert module.model.training

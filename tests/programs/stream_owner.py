@@ -10,16 +10,18 @@ import time
 from types import SimpleNamespace
 
 from recipe.data import cut
+from recipe.data.pack import Encoding, Job
 from recipe.data.read import list_units
 from recipe.data.source import TextSource
 from recipe.data.stream import TextStream
-from recipe.data.units import Job
+from recipe.data.tokenizer import load_tokenizer
 
 text, tokenizer_dir, state = sys.argv[1:]
 if state == "idle":
     cut.SMALL_SOURCE = cut.SMALLEST_UNIT = 1500
 source = TextSource((text,))
-job = Job(source, "", tokenizer_dir, splits=("train",), is_temporary=True)
+encoding = Encoding.of(load_tokenizer(tokenizer_dir))
+job = Job(source, "", encoding, ("train",), is_temporary=True)
 dataset = SimpleNamespace(block_size=32, vocab_size=500)
 stream = TextStream(job, list_units(source), "tokenizers", dataset, 1, 0, lambda part: [part])
 tokenizing = threading.Thread(target=stream.window, args=(0,))

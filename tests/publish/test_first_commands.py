@@ -45,11 +45,11 @@ def test_the_first_run_ends_with_what_to_do_next(first_run):
 
 def test_a_second_run_reuses_the_data_in_a_folder_of_its_own(train, first_run, monkeypatch):
     folder = first_run[1]
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.arrow")}
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("train-*.bin")}
     monkeypatch.chdir(folder)
     train("--max_steps", "1", "--max_eval_samples", "8", output_dir=folder / "runs" / "demo-2", alone=True)
     assert (folder / "runs" / "demo-2" / "summary.json").is_file()
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.arrow")} == before != {}
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("train-*.bin")} == before != {}
 
 
 def test_from_own_text_to_a_sample(train, tmp_path, monkeypatch, capsys):

@@ -398,7 +398,7 @@ FIXED = {  # an option that defines a run, and another value of it; RUNS has the
 @pytest.mark.parametrize("option", FIXED)
 def test_an_option_that_defines_a_run_is_the_same_when_it_resumes(option):
     start, shape = start_of("", after(20)), ModelFacts(MODEL, MODEL, MODEL)
-    text = {"dataset_dir": None, "train_file": ["a.txt"], "tokenizer_name": "t"}  # which may be streamed
+    text = {"dataset_dir": None, "dataset_name": "jo/corpus", "tokenizer_name": "t"}  # which may be streamed
     changed = dataclasses.replace(start.requested, **text | {option: FIXED[option]})
     with pytest.raises(UserError, match=rf"other options: (.*; )?{option} \S+ -> {FIXED[option]!r};"):
         decide_run(dataclasses.replace(start, requested=changed), DATA, shape, ROOM, FAST_BF16)

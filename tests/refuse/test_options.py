@@ -286,7 +286,8 @@ MEANINGS = [  # option, as it is typed, as it stands in a recipe (None: the same
 def test_a_value_means_the_same_everywhere(tmp_path, monkeypatch, recipe, option, typed, yaml_text, expected):
     """On the command line, in a recipe, and in the file that a run saves."""
     monkeypatch.setenv("HOME", "/home/jo")
-    rest = "tokenizer_vocab_size: 300\n" + "train_file: t.txt\n" * (option != "train_file")
+    source = {"train_file": "", "streaming": "dataset_name: jo/corpus\n"}.get(option, "train_file: t.txt\n")
+    rest = "tokenizer_vocab_size: 300\n" + source
     config = load(*recipe(rest), f"--{option}", *typed.split(" "))
     assert getattr(config, option) == expected
     assert load(*recipe(f"{rest}{option}: {yaml_text or typed}\n")) == config

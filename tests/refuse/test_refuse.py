@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BertGenerationConf
 
 from recipe.data.prepare import prepare_dataset
 from recipe.data.source import TextSource
-from recipe.data.tokenizer import read_tokenizer, train_tokenizer
+from recipe.data.tokenizer import load_tokenizer, train_tokenizer
 
 TRAIN = "recipe/train.py --dataset_dir data"
 RESUME = "--resume_from_checkpoint"
@@ -27,7 +27,7 @@ GENERATE = "scripts/generate_text.py --model"
 EXPORT = "scripts/export_model.py --output_dir out --model"
 PREPARE = "scripts/prepare_data.py --output_dir packed --train_file"
 NAMED = "scripts/prepare_data.py --output_dir packed --dataset_name"
-STREAM = "recipe/train.py --streaming --train_file a.txt"
+STREAM = "recipe/train.py --streaming --dataset_name jo/corpus"
 PLAN = "scripts/plan_run.py"
 LADDER = "scripts/run_ladder.py --dataset_dir data"
 SWEEP = "scripts/benchmarks/sweep.py"
@@ -74,7 +74,7 @@ OPTIONS = [  # of recipe/train.py -> what the answer names
     ("--tokenizer_vocab_size 300", "--tokenizer_vocab_size --dataset_dir"),
     ("--validation_file a.txt", "--validation_file --dataset_dir"),
     ("--dataloader_num_workers 2 --data_placement ram", "--dataloader_num_workers --data_placement mmap"),
-    ("--streaming", "--streaming --train_file --dataset_name"),
+    ("--streaming", "--streaming --dataset_name"),
     ("--push_to_hub", "--push_to_hub --hub_model_id"),
     (f"{RESUME} auto", f"{RESUME} --output_dir"),
     ("--max_steps 3 --num_train_epochs 1", "max_steps num_train_epochs"),
@@ -245,6 +245,7 @@ SCRIPTS = [
     (f"{EXPORT} small --output_dir small --prune 0.3 --text_file a.txt", "small --output_dir"),
     # --- runs
     (f"recipe/train.py --config six.yaml --output_dir run {RESUME} auto", "checkpoint-4 4 6 --global_batch_size"),
+    ("recipe/train.py --streaming --train_file a.txt", "--streaming Hub"),
     (f"{STREAM} --data_placement ram", "--streaming --data_placement --dataloader_num_workers"),
     (f"{STREAM} --dataloader_num_workers 2", "--streaming --data_placement --dataloader_num_workers"),
     (f"{STREAM} --max_steps -1 --num_train_epochs 1", "--streaming --num_train_epochs --max_steps"),
@@ -299,7 +300,7 @@ def make_texts(place: Path) -> None:
     train_tokenizer(make_documents(50, seed=3), 400).save_pretrained(place / "tokenizer")
     (place / "foreign.txt").write_text("\n\n".join(make_documents(60)))
     source = TextSource((str(place / "foreign.txt"),), document_separator="\n\n")
-    prepare_dataset(source, place / "foreign", read_tokenizer(str(place / "tokenizer")))
+    prepare_dataset(source, place / "foreign", load_tokenizer(str(place / "tokenizer")))
     for name in ("corpus [v2]/a.txt", "others/a.pdf", "others/z.zip", "others/z.bin"):
         (place / name).parent.mkdir(exist_ok=True)
         (place / name).write_text("the cat ")

@@ -35,7 +35,7 @@ from recipe.data.files import digest_files, find_files
 from recipe.data.packed import open_packed_dataset
 from recipe.data.prepare import prepare_dataset
 from recipe.data.source import TextSource
-from recipe.data.tokenizer import read_tokenizer
+from recipe.data.tokenizer import load_tokenizer
 from recipe.errors import UserError, run_main
 from recipe.publish.hub import link_files
 from recipe.run.folder import lock_output_dir, release_output_dirs
@@ -212,7 +212,7 @@ def prepare(jsonl_file, tokenizer_dir):
 
     def run(directory, file=jsonl_file, overwrite=False, **options):
         source = TextSource((str(file),), **options)
-        return prepare_dataset(source, directory, read_tokenizer(str(tokenizer_dir)), overwrite=overwrite)
+        return prepare_dataset(source, directory, load_tokenizer(str(tokenizer_dir)), overwrite=overwrite)
 
     return run
 
@@ -343,7 +343,7 @@ def test_a_checkpoint_in_the_image_of_a_container_is_removed(tmp_path, monkeypat
 def test_validation_text_is_not_trained_on_by_another_name(tmp_path):
     """A disk without case gives a file two names, as a link does."""
     for name in ("Text.jsonl", "other.jsonl"):
-        (tmp_path / name).write_text('{"text": "a"}\n')
+        (tmp_path / name).write_text(f'{{"text": "{name}"}}\n')
     os.link(tmp_path / "Text.jsonl", tmp_path / "text.jsonl")
     text, same, other = (str(tmp_path / name) for name in ("Text.jsonl", "text.jsonl", "other.jsonl"))
     assert find_files([other, same], held_out=[text]).paths == [other]

@@ -1,0 +1,287 @@
+"""Tokenize units of text, in processes of their own: unit -> a file of token ids for each split.
+
+A process imports neither torch nor transformers and serves one unit after another. It is started as
+`python -m recipe.data.pack` and reads pickles: a `Job`, then (number, unit, encoder) for each unit; it answers each
+with the unit's summary or an error. It ends when its input ends, so it never outlives its owner.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import pickle
+import queue
+import secrets
+import shutil
+import signal
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import PIPE, Popen
+from typing import IO, TYPE_CHECKING
+
+import numpy as np
+
+from recipe.config import SPLITS
+from recipe.data.cut import Unit
+from recipe.data.encode import Encode, build_encoder, encode_documents
+from recipe.data.packed import COUNTS
+from recipe.data.read import ReadReport, read_unit
+from recipe.data.source import TextSource
+from recipe.data.tokenizer import added_ids, count_ids, count_token_bytes, end_of_text, special_tokens, unknown_id
+from recipe.data.tokens import id_type_of
+from recipe.errors import LostProcessError, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+BATCH_CHARACTERS = 1_000_000  # packed at a time
+MIN_BLOCKS = 8  # rows of token ids; fewer may have one length by chance
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """What a process needs of a tokenizer, which takes transformers to load."""
+
+    tokenizer_json: str
+    vocab_size: int
+    end: int  # the id after each document
+    prefix: list[int]  # the ids in front of each document
+    special: dict[int, str]  # from `special_tokens`
+    unknown: int | None  # from `unknown_id`
+    token_bytes: np.ndarray | None  # from `count_token_bytes`
+
+    @classmethod
+    def of(cls, tokenizer: "PreTrainedTokenizerFast") -> "Encoding":
+        size, prefix = count_ids(tokenizer), added_ids(tokenizer)[0]
+        parts = end_of_text(tokenizer), prefix, special_tokens(tokenizer), unknown_id(tokenizer)
+        return cls(tokenizer.backend_tokenizer.to_str(), size, *parts, count_token_bytes(tokenizer))
+
+    def check(self, ids: np.ndarray) -> None:
+        """Raise `UserError` for an id that the tokenizer does not have: as uint16, 70000 would become 4464."""
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+            bad = ids.min() if ids.min() < 0 else ids.max()
+            raise UserError(self.unknown_to(bad))
+
+    def unknown_to(self, index: int) -> str:
+        problem = f"the data contains token id {index}, but the tokenizer has {self.vocab_size:,} tokens"
+        return f"{problem}; pass the tokenizer that made the data"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process needs to tokenize any unit of a source."""
+
+    source: TextSource
+    folder: str  # holds SPLIT-NUMBER.bin and units/NUMBER.json
+    encoding: Encoding
+    splits: tuple[str, ...] = SPLITS  # those to write
+    is_temporary: bool = False  # the folder is removed when its owner has ended
+
+
+class Packer:
+    """Writes the documents of one split to its file, and counts what they hold."""
+
+    def __init__(self, path: Path, encode: Encode, encoding: Encoding, parses_special: bool) -> None:
+        """parses_special: a text may hold special tokens, and begin and end with them."""
+        self.encode, self.encoding, self.parses_special = encode, encoding, parses_special
+        self.special, self.file, self.digest = encoding.special, path.open("wb"), hashlib.sha256()
+        self.texts, self.characters = [], 0
+        self.counts: dict[str, int | None] = dict.fromkeys((*COUNTS, "unknown"), 0)
+
+    def add(self, text: str) -> None:
+        """Add a document."""
+        self.texts.append(text)
+        self.characters += len(text)
+        if self.characters >= BATCH_CHARACTERS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the tokens of the documents that wait, each with an end-of-text id after it."""
+        if not self.texts:
+            return
+        ids, lengths = encode_documents(self.encode, self.texts)
+        num_bytes, num_special = sum(len(text) if text.isascii() else len(text.encode()) for text in self.texts), 0
+        self.texts, self.characters = [], 0
+        if self.parses_special:  # special tokens are no text
+            rows = [self._without_ends(row) for row in np.split(ids, np.cumsum(lengths)[:-1])]
+            num_bytes -= sum(len(self.special[index].encode()) for index in self._special_in(ids))
+            ids, lengths = np.concatenate(rows), np.array(list(map(len, rows)))
+            num_special = len(self._special_in(ids))
+        ends, prefix = np.cumsum(lengths), self.encoding.prefix
+        places = np.stack([ends - lengths] * len(prefix) + [ends], axis=1).reshape(-1)
+        counts: dict[str, int | None] = {
+            "documents": len(ends),
+            "text_tokens": len(ids) - num_special,
+            "bytes": num_bytes,
+        }
+        self.write(np.insert(ids, places, np.tile([*prefix, self.encoding.end], len(ends))), counts)
+
+    def _special_in(self, ids: np.ndarray) -> list[int]:
+        return ids[np.isin(ids, list(self.special))].tolist()
+
+    def _without_ends(self, ids: np.ndarray) -> np.ndarray:
+        """Return the ids of a document without those that are put around it."""
+        start = len(self.encoding.prefix)
+        ids = ids[start:] if ids[:start].tolist() == self.encoding.prefix else ids
+        return ids[:-1] if len(ids) and ids[-1] == self.encoding.end else ids
+
+    def add_ids(self, rows: list[np.ndarray], are_blocks: bool) -> None:
+        """Add rows of ids: documents, or blocks of a stream in which the documents have their ends."""
+        if not rows:
+            return
+        end, table = self.encoding.end, self.encoding.token_bytes
+        if not are_blocks:
+            rows = [np.array([*self.encoding.prefix, *self._without_ends(row), end], row.dtype) for row in rows]
+        ids = np.concatenate(rows)
+        num_documents = int((ids == end).sum()) if are_blocks else len(rows)
+        num_bytes = None if table is None else int(table.take(ids).sum())
+        num_text = len(ids) - len(self._special_in(ids))
+        self.write(ids, {"documents": num_documents, "text_tokens": num_text, "bytes": num_bytes})
+
+    def write(self, ids: np.ndarray, counts: dict[str, int | None]) -> None:
+        """Write ids, and add up what they hold."""
+        data = ids.astype(id_type_of(self.encoding.vocab_size), copy=False)
+        self.file.write(data.data)
+        self.digest.update(data.data)
+        unknown = 0 if self.encoding.unknown is None else int((ids == self.encoding.unknown).sum())
+        for name, value in {**counts, "tokens": len(ids), "unknown": unknown}.items():
+            before = self.counts[name]
+            self.counts[name] = None if value is None or before is None else before + value
+
+    def close(self) -> dict:
+        """Write what is left, and return the counts and the hash of the ids."""
+        self.flush()
+        self.file.close()
+        return {**self.counts, "content_sha256": self.digest.hexdigest()}
+
+
+class UnitTokenizer:
+    """Tokenizes units of a source."""
+
+    def __init__(self, job: Job, encoders: dict[str, Encode] | None = None) -> None:
+        """encoders: those that exist already, by their names."""
+        self.job, self.encoders = job, encoders or {}
+        self.mark = secrets.token_hex(4)  # other jobs of an array write to the same folder
+
+    def __call__(self, number: int, unit: Unit, encoder: str) -> dict:
+        """Write the ids of a unit, then its summary, which marks them as complete. Returns the summary.
+
+        encoder: a name for `build_encoder`. Raises `UserError` if the text cannot be read or the disk is full.
+        """
+        job, folder = self.job, Path(self.job.folder)
+        if encoder not in self.encoders:
+            parse = job.source.parse_special_tokens
+            self.encoders[encoder] = build_encoder(job.encoding.tokenizer_json, encoder, parse)
+        partial = {split: folder / f".{split}-{number:05d}-{self.mark}" for split in (*job.splits, "unit")}
+        try:
+            (folder / "units").mkdir(exist_ok=True)
+            summary = self._pack(unit, partial, self.encoders[encoder])
+            partial["unit"].write_text(json.dumps(summary))
+            for split in job.splits:
+                os.replace(partial[split], folder / f"{split}-{number:05d}.bin")
+            os.replace(partial["unit"], folder / "units" / f"{number:05d}.json")
+        except OSError as error:
+            remedy = "the finished units are kept, and the same command resumes with the others"
+            raise UserError(f"cannot write token ids to {folder}: {error.strerror or error}; {remedy}") from error
+        finally:
+            for path in partial.values():
+                path.unlink(missing_ok=True)
+        return summary
+
+    def _pack(self, unit: Unit, partial: dict[str, Path], encode: Encode) -> dict:
+        job, report, rows = self.job, ReadReport(), []
+        tools = encode, job.encoding, job.source.parse_special_tokens
+        packers = {split: Packer(partial[split], *tools) for split in job.splits}
+        has_text = False
+        for split, text in read_unit(job.source, unit, report):
+            if isinstance(text, str):
+                has_text = True
+                if packer := packers.get(split):
+                    packer.add(text)
+            else:
+                job.encoding.check(text)
+                rows.append((split, text.astype(id_type_of(job.encoding.vocab_size))))
+        if has_text and rows:
+            raise UserError("some documents are text and some are token ids; prepare them separately")
+        are_blocks = len(rows) >= MIN_BLOCKS and len({len(ids) for _, ids in rows}) == 1
+        if are_blocks and not job.source.has_validation:  # neighbors are parts of one document
+            limit = len(rows) - max(1, round(len(rows) * job.source.held_out_share))
+            rows = [(SPLITS[number >= limit], ids) for number, (_, ids) in enumerate(rows)]
+        for split, packer in packers.items():
+            packer.add_ids([ids for of, ids in rows if of == split], are_blocks)
+        splits = {name: packer.close() for name, packer in packers.items()}
+        return {"type": id_type_of(job.encoding.vocab_size), "report": dataclasses.asdict(report), "splits": splits}
+
+
+class UnitWorkers:
+    """Processes that tokenize units, each one at a time."""
+
+    def __init__(self, job: Job, num_workers: int) -> None:
+        # Signals to the owner's group do not reach another session: a unit is finished unless the owner ends.
+        environment = {**os.environ, "PYTHONSAFEPATH": "1", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "recipe.data.pack"]
+        self.processes = [
+            Popen(command, env=environment, start_new_session=True, stdin=PIPE, stdout=PIPE)
+            for _ in range(num_workers)
+        ]
+        self.idle: queue.SimpleQueue = queue.SimpleQueue()
+        for process in self.processes:
+            assert process.stdin is not None  # it is a pipe
+            _send(job, process.stdin)
+            self.idle.put(process)
+        self.threads = ThreadPoolExecutor(num_workers)
+
+    def submit(self, number: int, unit: Unit, encoder: str) -> "Future[dict]":
+        """Tokenize a unit as soon as a process is idle. The result is its summary."""
+        return self.threads.submit(self._run, (number, unit, encoder))
+
+    def _run(self, request: tuple[int, Unit, str]) -> dict:
+        process, answer = self.idle.get(), None
+        with contextlib.suppress(BrokenPipeError, EOFError, pickle.UnpicklingError):
+            _send(request, process.stdin)
+            answer = pickle.load(process.stdout)
+        self.idle.put(process)
+        if answer is None:
+            why = "its own output says why, unless it was killed, for example when the memory was full"
+            raise LostProcessError(f"a process that tokenizes text has ended; {why}")
+        if isinstance(answer, UserError):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        """End the processes, even in the middle of a unit."""
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
+
+
+def _send(message: object, pipe: IO[bytes]) -> None:
+    pickle.dump(message, pipe)
+    pipe.flush()
+
+
+def main() -> None:
+    for name in ("SIGINT", "SIGHUP"):
+        if number := getattr(signal, name, None):  # Windows has no SIGHUP
+            signal.signal(number, signal.SIG_IGN)
+    tokenize = UnitTokenizer(pickle.load(sys.stdin.buffer))
+    with contextlib.suppress(BrokenPipeError, EOFError):  # the owner has ended, perhaps in the middle of a unit
+        while True:
+            number, unit, encoder = pickle.load(sys.stdin.buffer)
+            try:
+                answer = tokenize(number, unit, encoder)
+            except UserError as error:
+                answer = UserError(str(error))  # without its cause, which may not be picklable
+            _send(answer, sys.stdout.buffer)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it at its exit
+    if tokenize.job.is_temporary:
+        shutil.rmtree(tokenize.job.folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
