@@ -124,7 +124,7 @@ class TrainConfig:
     )
     train_file: list[str] | None = _field(
         None,
-        "Text: .txt, .md, .jsonl, .json, .csv, .parquet, .wet (also .gz, .zst, .bz2, .xz), folders, globs; or packed "
+        "Text: .txt, .md, .jsonl, .json, .csv, .parquet (also .gz, .zst, .bz2, .xz), folders, globs; or packed "
         "tokens: .bin of nanoGPT and llm.c.",
     )
     validation_file: list[str] | None = _field(None, "Validation text. Default: part of the training documents.")

@@ -45,12 +45,6 @@ def make_documents(count: int, seed: int = 0) -> list[str]:
     return [f"Document {seed}-{i}: " + " ".join(rng.choices(words, k=rng.randint(5, 90))) + "\n" for i in range(count)]
 
 
-def wet_record(kind: str, content: bytes) -> bytes:
-    """Return a record of Common Crawl's extracted text."""
-    header = f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Target-URI: https://example.org/\r\n"
-    return header.encode() + b"Content-Length: %d\r\n\r\n" % len(content) + content + b"\r\n\r\n"
-
-
 def shard_of(ids: np.ndarray, magic: int = 20240520, version: int = 1, count: int | None = None) -> bytes:
     """Return what llm.c and modded-nanogpt write. count: what the header says."""
     header = np.zeros(256, "<i4")

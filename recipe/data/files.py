@@ -28,7 +28,7 @@ from recipe.environment import cache_dir
 from recipe.errors import UserError
 from recipe.progress import progress_target
 
-KINDS = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet", ".wet")
+KINDS = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet")
 TOKENS = ".bin"  # token ids (recipe/data/tokens.py); used only if named, because other programs use this suffix, too
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 BLOCK = 2**20
@@ -36,9 +36,6 @@ BLOCK = 2**20
 RESULTS = {"training_config.yaml", "model.safetensors", "tokenizer_config.json", "pyvenv.cfg"}
 SAVED = {"dataset_dict.json", "dataset_info.json"}  # written by `save_to_disk` of datasets
 PACKED = ("metadata.json", "tokenizer/tokenizer.json")  # a packed dataset has both
-# A clone of this project holds these besides a user's files.
-CHECKOUT = {"recipe", "scripts", "tests", "accelerate_configs", "build", "gpt2_recipe.egg-info"}
-CHECKOUT |= {"README.md", "LICENSE", "pyproject.toml"}
 
 
 @dataclass
@@ -109,11 +106,10 @@ def name_splits(paths: Sequence[str]) -> str | None:
 
 
 def _walk(folder: str) -> Iterator[str]:
-    """Yield the files in a folder, except hidden ones and this project's. A folder of results is yielded whole."""
+    """Yield the files in a folder, except hidden ones. A folder of results is yielded whole."""
     entered = {os.path.realpath(folder)}  # links may lead in a circle
     for root, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
-        own = CHECKOUT if Path(root, "recipe", "train.py").is_file() else ()
-        listed = [name for name in folders if name not in own and not name.startswith(".")]
+        listed = [name for name in folders if not name.startswith(".")]
         folders.clear()
         for name in listed:
             if holds_results(Path(root, name)):
@@ -121,7 +117,7 @@ def _walk(folder: str) -> Iterator[str]:
             elif (real := os.path.realpath(Path(root, name))) not in entered:
                 entered.add(real)
                 folders.append(name)
-        yield from (os.path.join(root, name) for name in names if name not in own and not name.startswith("."))
+        yield from (os.path.join(root, name) for name in names if not name.startswith("."))
 
 
 def _refuse(error: OSError) -> None:

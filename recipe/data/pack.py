@@ -6,7 +6,6 @@ with the unit's summary or an error. It ends when its input ends, so it never ou
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
@@ -28,7 +27,7 @@ from recipe.config import SPLITS
 from recipe.data.cut import Unit
 from recipe.data.encode import Encode, build_encoder, encode_documents
 from recipe.data.packed import COUNTS
-from recipe.data.read import ReadReport, read_unit
+from recipe.data.read import Report, read_unit
 from recipe.data.source import TextSource
 from recipe.data.tokenizer import added_ids, count_ids, count_token_bytes, end_of_text, special_tokens, unknown_id
 from recipe.data.tokens import id_type_of
@@ -63,11 +62,8 @@ class Encoding:
         """Raise `UserError` for an id that the tokenizer does not have: as uint16, 70000 would become 4464."""
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
             bad = ids.min() if ids.min() < 0 else ids.max()
-            raise UserError(self.unknown_to(bad))
-
-    def unknown_to(self, index: int) -> str:
-        problem = f"the data contains token id {index}, but the tokenizer has {self.vocab_size:,} tokens"
-        return f"{problem}; pass the tokenizer that made the data"
+            problem = f"the data contains token id {bad}, but the tokenizer has {self.vocab_size:,} tokens"
+            raise UserError(f"{problem}; pass the tokenizer that made the data")
 
 
 @dataclass(frozen=True)
@@ -192,7 +188,7 @@ class UnitTokenizer:
         return summary
 
     def _pack(self, unit: Unit, partial: dict[str, Path], encode: Encode) -> dict:
-        job, report, rows = self.job, ReadReport(), []
+        job, report, rows = self.job, Report(), []
         tools = encode, job.encoding, job.source.parse_special_tokens
         packers = {split: Packer(partial[split], *tools) for split in job.splits}
         has_text = False
@@ -213,7 +209,7 @@ class UnitTokenizer:
         for split, packer in packers.items():
             packer.add_ids([ids for of, ids in rows if of == split], are_blocks)
         splits = {name: packer.close() for name, packer in packers.items()}
-        return {"type": id_type_of(job.encoding.vocab_size), "report": dataclasses.asdict(report), "splits": splits}
+        return {"type": id_type_of(job.encoding.vocab_size), "report": report, "splits": splits}
 
 
 class UnitWorkers:

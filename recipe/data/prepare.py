@@ -32,7 +32,18 @@ from recipe.data.encode import SAMPLE_CHARACTERS, choose_encoder
 from recipe.data.files import describe_files, kind_of, name_splits
 from recipe.data.pack import Encoding, Job, UnitTokenizer, UnitWorkers
 from recipe.data.packed import COUNTS, FORMAT_VERSION, add_known, check_splits, read_metadata
-from recipe.data.read import ReadReport, list_units, read_sample, read_train_texts
+from recipe.data.read import (
+    PADDING,
+    ROW_IDS,
+    SEPARATORS,
+    SHOWN_ERRORS,
+    SILENT,
+    SKIPPED,
+    Report,
+    list_units,
+    read_sample,
+    read_train_texts,
+)
 from recipe.data.source import TextSource
 from recipe.data.tokenizer import (
     added_ids,
@@ -46,7 +57,7 @@ from recipe.data.tokenizer import (
     train_tokenizer,
     unknown_id,
 )
-from recipe.data.tokens import Scan, in_place
+from recipe.data.tokens import describe_in_place
 from recipe.disk import lock
 from recipe.environment import count_cpus
 from recipe.errors import UserError
@@ -60,6 +71,7 @@ LOCK_NAME, COMPLETE_NAME, METADATA_NAME = ".lock", ".complete", "metadata.json"
 # What a packed dataset consists of, this format's and the earlier one's.
 PARTS = re.compile(rf"({'|'.join(SPLITS)})(-\d+\.bin)?|tokenizer|dataset_dict\.json|metadata\.json")
 WORTH_A_WARNING = 0.01  # share of the tokens that are unknown text, or padding
+SHOWN = ("documents", "tokens", "bytes")
 LARGE_VALIDATION = 3  # times the percentage that is held out
 say = functools.partial(print, flush=True)
 
@@ -106,13 +118,16 @@ def prepare_dataset(
     if (existing := _find_existing(target)) is not None:
         return existing
     units, failure = [], None
-    if not is_made_from(directory / COMPLETE_NAME, inputs, source):  # else a killed process left only the move
-        tokenizer, units = claim_dataset(target, tokenizer, tokenizer_vocab_size, num_units)
-        try:
-            tokenize(target, tokenizer, units, share, num_workers or count_cpus())
-        except UserError as error:  # meanwhile, another process may have completed the dataset
-            failure = error
-    return finish(target, tokenizer, len(units), failure)
+    try:
+        if not is_made_from(directory / COMPLETE_NAME, inputs, source):  # else a killed process left only the move
+            tokenizer, units = claim_dataset(target, tokenizer, tokenizer_vocab_size, num_units)
+            try:
+                tokenize(target, tokenizer, units, share, num_workers or count_cpus())
+            except UserError as error:  # meanwhile, another process may have completed the dataset
+                failure = error
+        return finish(target, tokenizer, len(units), failure)
+    except OSError as error:
+        raise UserError(f"cannot write the dataset {directory}: {error.strerror or error}") from error
 
 
 def inputs_of(
@@ -196,10 +211,7 @@ def claim_dataset(
         remedy = "pass a --validation_file, or a --document_separator that occurs in the text"
         raise UserError(f"{source.name} has no two different documents, one of them for validation; {remedy}")
     units = select_units(units, num_units)
-    try:
-        return keep_tokenizer(target.partial, source, units, tokenizer, tokenizer_vocab_size), units
-    except OSError as error:
-        raise UserError(f"cannot write the dataset {target.directory}: {error.strerror or error}") from error
+    return keep_tokenizer(target.partial, source, units, tokenizer, tokenizer_vocab_size), units
 
 
 def select_units(units: list[Unit], count: int | None) -> list[Unit]:
@@ -245,53 +257,25 @@ def keep_tokenizer(
 def tokenize(
     target: Target, tokenizer: "PreTrainedTokenizerFast", units: list[Unit], share: slice, num_workers: int
 ) -> None:
-    """Tokenize the units of a share that are missing."""
+    """Tokenize the units of a share that are missing, in this process if it is only one."""
+    source, encoding = target.source, Encoding.of(tokenizer)
     missing = set(missing_units(target, len(units)))
-    mine = [number for number in range(len(units))[share] if number in missing]
+    numbers = [number for number in range(len(units))[share] if number in missing]
     if len(missing) < len(units):
         say(f"{len(units) - len(missing):,} of {len(units):,} units are done")
-    if mine:
-        tokenize_units(Job(target.source, str(target.partial), Encoding.of(tokenizer)), units, mine, num_workers)
-
-
-def missing_units(target: Target, num_units: int) -> Iterator[int]:
-    """Yield the numbers of the units that are not finished, or whose files a power cut has shortened.
-
-    Without `skip_bad_files`, a unit in which a row was skipped is not finished.
-    """
-    for number in range(num_units):
-        try:
-            summary = read_summary(target, number)
-            id_bytes = np.dtype(summary["type"]).itemsize
-            is_done = target.source.skip_bad_files or not summary["report"]["num_skipped"]
-            for split, counts in summary["splits"].items():
-                size = (target.partial / f"{split}-{number:05d}.bin").stat().st_size
-                is_done = is_done and size == id_bytes * counts["tokens"]
-        except (OSError, ValueError):
-            is_done = False
-        if not is_done:
-            yield number
-
-
-def read_summary(target: Target, number: int) -> dict[str, Any]:
-    return json.loads((target.partial / "units" / f"{number:05d}.json").read_text())
-
-
-def tokenize_units(job: Job, units: list[Unit], numbers: list[int], num_workers: int) -> None:
-    """Tokenize the units with these numbers, in this process if it is only one."""
-    num_workers, encoding = min(num_workers, len(numbers)), job.encoding
+    if not numbers:
+        return
+    job, num_workers = Job(source, str(target.partial), encoding), min(num_workers, len(numbers))
     workers = UnitWorkers(job, num_workers) if len(numbers) > 1 else None  # they start during the check below
     with contextlib.closing(workers) if workers else contextlib.nullcontext():
-        sample = read_sample(job.source, units)
-        texts = [text for text in sample if isinstance(text, str)]
-        for line in look_for_special_tokens(encoding, job.source, texts):
-            say(line)
-        name, encode = "tokenizers", None
-        if texts:  # else the data holds token ids
-            name, encode, how = choose_encoder(encoding.tokenizer_json, texts, job.source.parse_special_tokens)
+        name, encode, sample = "tokenizers", None, read_sample(source, units)
+        if texts := [text for text in sample if isinstance(text, str)]:
+            for line in look_for_special_tokens(encoding, source, texts):
+                say(line)
+            name, encode, how = choose_encoder(encoding.tokenizer_json, texts, source.parse_special_tokens)
             say(f"token ids: {how}")
-        elif sample:
-            for line in look_at_ids(encoding, [ids for ids in sample if not isinstance(ids, str)][:100]):
+        elif ids := [row for row in sample if not isinstance(row, str)]:
+            for line in look_at_ids(encoding, np.concatenate(ids[:100])):
                 say(line)
         say(f"units: {len(numbers):,}, processes: {num_workers}")
         if workers is None:
@@ -304,6 +288,29 @@ def tokenize_units(job: Job, units: list[Unit], numbers: list[int], num_workers:
             for future in as_completed(submitted):
                 splits = future.result()["splits"].values()
                 progress.update(submitted[future].num_bytes or sum(split["bytes"] or 0 for split in splits))
+
+
+def missing_units(target: Target, num_units: int) -> Iterator[int]:
+    """Yield the numbers of the units that are not finished, or whose files a power cut has shortened.
+
+    Without `skip_bad_files`, a unit in which a row was skipped is not finished.
+    """
+    for number in range(num_units):
+        try:
+            summary = read_summary(target, number)
+            id_bytes = np.dtype(summary["type"]).itemsize
+            is_done = target.source.skip_bad_files or not summary["report"].get(SKIPPED)
+            for split, counts in summary["splits"].items():
+                size = (target.partial / f"{split}-{number:05d}.bin").stat().st_size
+                is_done = is_done and size == id_bytes * counts["tokens"]
+        except (OSError, ValueError):
+            is_done = False
+        if not is_done:
+            yield number
+
+
+def read_summary(target: Target, number: int) -> dict[str, Any]:
+    return json.loads((target.partial / "units" / f"{number:05d}.json").read_text())
 
 
 def look_for_special_tokens(encoding: Encoding, source: TextSource, sample: Sequence[str]) -> Iterator[str]:
@@ -351,8 +358,7 @@ def finish(
         finish_replacement(directory)
         if others := [path.name for path in directory.glob(".*.partial")]:
             say(f"{directory} also holds unfinished preparations, of other text or options: {', '.join(others)}")
-    documents, tokens = (sum(split[key] for split in metadata["splits"].values()) for key in COUNTS[:2])
-    num_bytes = sum(split["bytes"] or 0 for split in metadata["splits"].values())
+    documents, tokens, num_bytes = (sum(split[key] or 0 for split in metadata["splits"].values()) for key in SHOWN)
     seconds = time.perf_counter() - target.started_at
     say(f"packed into {directory} in {seconds:.1f} s ({num_bytes / 1e6 / seconds:.1f} MB/s):")
     say(f"  {documents:,} documents, {tokens:,} tokens")
@@ -364,26 +370,26 @@ def summarize(target: Target, tokenizer: "PreTrainedTokenizerFast", num_units: i
 
     Raises `UserError` if a split is empty.
     """
-    source, report = target.source, ReadReport()
-    if source.is_tokenized:
-        files, splits = describe_tokens(source, tokenizer)
-        say("the token files are used in place, so they must stay where they are")
-    else:
-        files, splits = describe_units(target, num_units, report)
-    size, made_with = count_ids(tokenizer), target.inputs["tokenizer"]  # a hash takes 0.2 s
+    source, report, made_with = target.source, Report(), target.inputs["tokenizer"]  # a hash takes 0.2 s
+    parts = read_token_parts(source, tokenizer) if source.is_tokenized else list_parts(target, num_units, report)
+    splits = {}
+    for split in SPLITS:
+        own = [part for part in parts if part["split"] == split]
+        splits[split] = {key: add_known(part[key] for part in own) for key in (*COUNTS, "unknown")}
+        splits[split]["content_sha256"] = sha256_of(part["content_sha256"] for part in own)
+        splits[split]["stretches"] = [[part["name"], part["start"], part["tokens"]] for part in own if part["tokens"]]
     metadata = {
         "format_version": FORMAT_VERSION,
-        "vocab_size": size,
+        "vocab_size": count_ids(tokenizer),
         "eos_token_id": tokenizer.eos_token_id,
         "tokenizer_sha256": tokenizer_sha256(tokenizer) if made_with.startswith(TRAINED_PREFIX) else made_with,
         "content_sha256": sha256_of(splits[split]["content_sha256"] for split in SPLITS),
         "fingerprint": fingerprint_of(target.inputs),
         "inputs": target.inputs,
-        "source": source.describe()
-        | {"skipped_documents": report.num_skipped, "skipped_bytes": report.skipped_bytes}
-        | {"blank_rows": report.num_blank, "rows_without_column": report.num_without_column},
+        "source": source.describe(),
+        "report": report,
         "splits": splits,
-        "files": files,
+        "files": {part["name"]: part["file"] for part in parts},
     }
     check_splits(metadata, 1)
     print_report(source, report)
@@ -392,91 +398,72 @@ def summarize(target: Target, tokenizer: "PreTrainedTokenizerFast", num_units: i
     return metadata
 
 
-def describe_units(target: Target, num_units: int, report: ReadReport) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the files of finished units, and what each split holds. Completes the report."""
-    summaries, files, splits = [read_summary(target, number) for number in range(num_units)], {}, {}
-    for summary in summaries:
-        report.add(ReadReport(**summary["report"]))
-    for split in SPLITS:
-        units, stretches = [summary["splits"][split] for summary in summaries], []
-        for number, counts in enumerate(units):
-            name, id_type = f"{split}-{number:05d}.bin", summaries[number]["type"]
-            files[name] = {"type": id_type, "bytes": np.dtype(id_type).itemsize * counts["tokens"]}
-            stretches += [[name, 0, counts["tokens"]]] if counts["tokens"] else []
-        splits[split] = {name: add_known(counts[name] for counts in units) for name in (*COUNTS, "unknown")}
-        splits[split] |= {"content_sha256": sha256_of(counts["content_sha256"] for counts in units)}
-        splits[split]["stretches"] = stretches
-    return files, splits
+def list_parts(target: Target, num_units: int, report: Report) -> list[dict[str, Any]]:
+    """Return what each file of finished units holds, and complete the report."""
+    parts = []
+    for number in range(num_units):
+        summary = read_summary(target, number)
+        report.update(summary["report"])
+        for split, counts in summary["splits"].items():
+            file = {"type": summary["type"], "bytes": np.dtype(summary["type"]).itemsize * counts["tokens"]}
+            parts.append({"split": split, "name": f"{split}-{number:05d}.bin", "start": 0, "file": file, **counts})
+    return parts
 
 
-def describe_tokens(source: TextSource, tokenizer: "PreTrainedTokenizerFast") -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the token files of other programs, and what each split holds of them.
-
-    Raises `UserError` if they hold an id that the tokenizer does not have.
-    """
-    encoding, files = Encoding.of(tokenizer), {}
+def read_token_parts(source: TextSource, tokenizer: "PreTrainedTokenizerFast") -> list[dict[str, Any]]:
+    """Return what the parts of token files hold. Raises `UserError` if the tokenizer does not have an id."""
+    encoding, parts, say_once = Encoding.of(tokenizer), [], set()
     paths = [*source.files.paths, *source.held_out_files.paths]
     with ThreadPoolExecutor() as threads:  # those that were not hashed now, because their hash is known
-        list(threads.map(source.scan, [path for path in paths if path not in source.scans]))
-    parts: dict[str, list[tuple[list, Scan, np.ndarray]]] = {split: [] for split in SPLITS}
+        list(threads.map(source.count_ids, [path for path in paths if path not in source.token_files]))
     for path in paths:
-        scan, name = source.scans[path], os.path.abspath(path)
-        if scan.beyond is not None:
-            raise UserError(f"{path}: {encoding.unknown_to(scan.beyond)}")
-        files[name], start = in_place(path, scan), scan.start
-        split_names = SPLITS if path in source.files.paths else ("validation", "validation")
-        for split, size, counts in zip(split_names, scan.sizes, scan.counts, strict=True):
-            if size:
-                parts[split].append(([name, start, size], scan, counts))
-            start += size * np.dtype(scan.type).itemsize
-    splits = {}
-    for split, found in parts.items():
-        counts = sum((own for _, _, own in found), np.zeros(encoding.vocab_size, np.int64))
-        table, num_special = encoding.token_bytes, int(counts[list(encoding.special)].sum())
-        splits[split] = {
-            "documents": int(counts[encoding.end]),
-            "tokens": int(counts.sum()),
-            "text_tokens": int(counts.sum()) - num_special,
-            "bytes": None if table is None else int(counts @ table),
-            "unknown": 0 if encoding.unknown is None else int(counts[encoding.unknown]),
-            "content_sha256": sha256_of(f"{scan.digest} {place[1:]}" for place, scan, _ in found),
-            "stretches": [place for place, _, _ in found],
-        }
-    for line in look_at_ids(encoding, [source.scans[path].head for path in paths[:10]]):
+        found = source.token_files[path]
+        name, start = os.path.abspath(path), found.start
+        for split, counts in zip(SPLITS, found.counts, strict=True):
+            if counts[-1]:
+                problem = f"contains token ids beyond the tokenizer's {encoding.vocab_size:,} tokens"
+                raise UserError(f"{path} {problem}; pass the tokenizer that made it")
+            num_ids, table = int(counts.sum()), encoding.token_bytes
+            parts.append(
+                {
+                    "split": split if path in source.files.paths else "validation",
+                    "name": name,
+                    "start": start,
+                    "file": describe_in_place(path, found),
+                    "tokens": num_ids,
+                    "documents": int(counts[encoding.end]),
+                    "text_tokens": num_ids - int(counts[list(encoding.special)].sum()),
+                    "bytes": None if table is None else int(counts[:-1] @ table),
+                    "unknown": 0 if encoding.unknown is None else int(counts[encoding.unknown]),
+                    "content_sha256": sha256_of([f"{found.digest} {start} {num_ids}"]),
+                }
+            )
+            start += num_ids * np.dtype(found.type).itemsize
+        say_once |= set(look_at_ids(encoding, np.fromfile(path, found.type, 1000, offset=found.start)))
+    for line in (*say_once, "the token files are used in place, so they must stay where they are"):
         say(line)
-    return files, splits
+    return parts
 
 
-def look_at_ids(encoding: Encoding, rows: list[np.ndarray]) -> Iterator[str]:
+def look_at_ids(encoding: Encoding, ids: np.ndarray) -> Iterator[str]:
     """Yield a warning if ids that others have made are not text."""
-    ids = np.concatenate(rows)
-    ids = ids[(ids >= 0) & (ids < encoding.vocab_size)].tolist()  # others are refused
-    text = Tokenizer.from_str(encoding.tokenizer_json).decode(ids, skip_special_tokens=False)
-    if (share := text.count("\ufffd") / max(1, len(text))) > WORTH_A_WARNING:
-        problem = f"{share:.0%} of the characters that the first token ids stand for are not UTF-8"
+    ids = ids[(ids >= 0) & (ids < encoding.vocab_size)]  # others are refused
+    text = Tokenizer.from_str(encoding.tokenizer_json).decode(ids.tolist(), skip_special_tokens=False)
+    if text.count("\ufffd") > WORTH_A_WARNING * len(text):
+        problem = "the first token ids do not stand for UTF-8 text"
         yield f"warning: {problem}; is this their tokenizer, and their byte order little-endian?"
 
 
-def print_report(source: TextSource, report: ReadReport) -> None:
-    """Print what reading revealed: skipped text, rows without text, padding, a separator that does not occur."""
-    for reason in report.errors[:10]:
-        say(f"skipped: {reason}")
-    if report.num_skipped:
-        size = f" ({report.skipped_bytes:,} bytes)" * (report.skipped_bytes > 0)
-        say(f"lines, rows, or ends of files, that cannot be read: {report.num_skipped:,}{size}")
-    if report.num_replaced:
-        say(f"bytes that are not UTF-8, or NUL, and became U+FFFD: {report.num_replaced:,}")
-    if report.num_carriage_returns:
-        say(f"Windows line ends: {report.num_carriage_returns:,}; they stay in the text, and take tokens")
-    if report.num_blank:
-        say(f"rows without text (null, empty or blank): {report.num_blank:,}")
-    if report.num_without_column:
-        missing, names = f"{report.num_without_column:,}", ", ".join(report.columns)
-        say(f"warning: rows without a column '{' '.join(source.text_column_name)}': {missing} (they have {names})")
-    if report.num_padding > WORTH_A_WARNING * report.num_row_ids:
-        problem = f"{report.num_padding:,} of {report.num_row_ids:,} token ids are runs of one id at the ends of rows"
+def print_report(source: TextSource, report: Report) -> None:
+    """Print what reading revealed."""
+    skipped = [finding for finding in report if finding.startswith("skipped: ")]
+    for finding, count in report.items():
+        if finding not in {*SILENT, *skipped[SHOWN_ERRORS:]}:
+            say(f"{finding}: {count:,}")
+    if report[PADDING] > WORTH_A_WARNING * report[ROW_IDS]:
+        problem = f"{report[PADDING]:,} of {report[ROW_IDS]:,} token ids are runs of one id at the ends of rows"
         say(f"warning: {problem}, as padding is; mark it by 0 in a column attention_mask, or remove it")
-    if source.document_separator is not None and not report.num_separators:
+    if source.document_separator is not None and not report[SEPARATORS]:
         say(f"warning: --document_separator {source.document_separator!r} has no effect: no text file contains it")
 
 
@@ -510,18 +497,15 @@ def sha256_of(texts: Iterable[str]) -> str:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Let one process at a time change the dataset in a folder. Raises `UserError` if the folder cannot be written."""
+    """Let one process at a time change the dataset in a folder."""
+    held = lock(directory / LOCK_NAME)
     try:
-        held = lock(directory / LOCK_NAME)
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):  # Windows keeps it
-                (directory / LOCK_NAME).unlink()  # whoever waits for it notices, and locks another
-            if held is not None:
-                held.release()
-    except OSError as error:
-        raise UserError(f"cannot write the dataset {directory}: {error.strerror or error}") from error
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # Windows keeps it
+            (directory / LOCK_NAME).unlink()  # whoever waits for it notices, and locks another
+        if held is not None:
+            held.release()
 
 
 def finish_replacement(directory: Path) -> None:

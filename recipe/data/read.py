@@ -13,15 +13,14 @@ import lzma
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recipe.arguments import shell_command
 from recipe.config import STANDARD_LIBRARY
 from recipe.data.cut import SMALL_SOURCE, FilePart, HoldOut, ShardPart, Unit, cut, hash64
 from recipe.data.encode import SAMPLE_CHARACTERS
@@ -29,7 +28,7 @@ from recipe.data.files import BLOCK, kind_of, open_decompressed, read_standard_l
 from recipe.data.source import TextSource
 from recipe.errors import UserError, one_line
 
-SHOWN_ERRORS, MOST_COLUMNS = 10, 20
+SHOWN_ERRORS, MOST_FINDINGS = 10, 50
 LONGEST_NAME = 60  # characters shown of a column's name, which is text in a CSV file without a header
 TOKENIZER_CHARACTERS = 2_000_000_000  # the most that a tokenizer is trained on
 ROWS_PER_READ = 100
@@ -37,7 +36,14 @@ MOST_COUNTED = 10_000  # documents; up to this number, exactly the percentage is
 LONGEST_SEARCH = 8_000_000  # bytes after the start of a unit in which a separator is searched
 FEW_BYTES, SMALL_SHARE = 10, 0.001  # that are not UTF-8, in a text that is UTF-8
 MASK = "attention_mask"  # a column beside token ids: 0 for padding
-PADDING = 8  # equal ids at the end of a row; so many are rarely anything but padding
+LONG_RUN = 8  # equal ids at the end of a row; so many are rarely anything but padding
+# What only reading the text reveals: findings, and how often. They are printed, but for the last three.
+Report = Counter[str]
+BLANK = "rows without text (null, empty or blank)"
+SKIPPED = "lines, rows, or ends of files, that cannot be read"
+REPLACED = "bytes that are not UTF-8, or NUL, and became U+FFFD"
+WINDOWS_ENDS = "Windows line ends, which stay in the text and take tokens"
+SEPARATORS, ROW_IDS, PADDING = SILENT = "separators", "token ids in rows", "token ids that may be padding"
 READ_ERRORS = (OSError, EOFError, ValueError, RecursionError, csv.Error, lzma.LZMAError, pa.ArrowException)
 csv.field_size_limit(2**31 - 1)
 
@@ -45,29 +51,6 @@ csv.field_size_limit(2**31 - 1)
 class Document(NamedTuple):
     split: str
     text: str | np.ndarray  # or, if the source is already tokenized, token ids: int64 [tokens]
-
-
-@dataclass
-class ReadReport:
-    """What only reading the text reveals. It can be written as JSON."""
-
-    num_blank: int = 0  # rows whose text is null, empty or blank
-    num_without_column: int = 0  # rows
-    columns: list[str] = field(default_factory=list)  # the columns found instead that hold text or ids, up to 20
-    nested: list[str] = field(default_factory=list)  # those inside other columns, and dialogs
-    num_separators: int = 0
-    num_skipped: int = 0  # lines and rows that cannot be read, and ends of files
-    skipped_bytes: int = 0  # of those whose size is known
-    num_replaced: int = 0  # bytes that are not UTF-8, or NUL
-    num_carriage_returns: int = 0  # in Windows line ends
-    num_row_ids: int = 0  # token ids in rows without a mask
-    num_padding: int = 0  # of these, in runs of one id at the end of a row
-    errors: list[str] = field(default_factory=list)  # the first reasons for skipping something
-
-    def add(self, other: "ReadReport") -> None:
-        for name, value in vars(other).items():
-            own = getattr(self, name)
-            setattr(self, name, own + (value if isinstance(value, int) else [new for new in value if new not in own]))
 
 
 def list_units(source: TextSource) -> list[Unit]:
@@ -96,7 +79,7 @@ def _choose_threshold(source: TextSource, units: list[Unit]) -> int:
     by_percentage, hashes, count, characters = parts[0].hold_out.threshold, set(), 0, 0
     is_exact = len(units) == 1
     for part in parts:
-        for _, text in read_unit(source, Unit([part], 0), ReadReport()):
+        for _, text in read_unit(source, Unit([part], 0), Report()):
             hashes.add(hash64(text))
             count += 1
             characters += len(text)
@@ -109,7 +92,7 @@ def _choose_threshold(source: TextSource, units: list[Unit]) -> int:
     return ordered[num_held_out - 1] + 1 if num_held_out > 0 else 0
 
 
-def read_unit(source: TextSource, unit: Unit, report: ReadReport) -> Iterator[Document]:
+def read_unit(source: TextSource, unit: Unit, report: Report) -> Iterator[Document]:
     """Yield the documents of a unit that hold text. Raises `UserError` naming the file if it cannot be read."""
     for part in unit.parts:
         yield from PartReader(source, part, report).documents()
@@ -121,8 +104,10 @@ def read_texts(
     """Yield all documents of files, folders and patterns. Raises `UserError` if they cannot be read or hold ids."""
     options = {"text_column_name": text_column_name, "document_separator": document_separator}
     source = TextSource(tuple(paths), validation_split_percentage=0, **options)
-    for unit in [] if source.is_tokenized else list_units(source):
-        for document in read_unit(source, unit, ReadReport()):
+    if source.is_tokenized:
+        raise UserError(f"{source.name} holds token ids, not text")
+    for unit in list_units(source):
+        for document in read_unit(source, unit, Report()):
             if not isinstance(document.text, str):
                 raise UserError(f"{source.name} holds token ids, not text")
             yield document.text
@@ -134,7 +119,7 @@ def read_train_texts(source: TextSource, units: list[Unit]) -> Iterator[str]:
     limit = TOKENIZER_CHARACTERS // len(units)
     for unit in units:
         characters = 0
-        for document in read_unit(source, unit, ReadReport()):
+        for document in read_unit(source, unit, Report()):
             if not isinstance(document.text, str):
                 raise UserError(f"{source.name} is already tokenized; pass its --tokenizer_name")
             if document.split == "train":
@@ -146,7 +131,7 @@ def read_train_texts(source: TextSource, units: list[Unit]) -> Iterator[str]:
 
 def read_sample(source: TextSource, units: list[Unit]) -> list[str | np.ndarray]:
     """Return the first documents, to check the encoder. Raises `UserError` if the first units hold no text."""
-    texts, report = [], ReadReport()
+    texts, report = [], Report()
     for unit in units if len(units) < 4 else units[:: len(units) // 4]:
         characters = 0
         for document in read_unit(source, unit, report):
@@ -156,26 +141,9 @@ def read_sample(source: TextSource, units: list[Unit]) -> list[str | np.ndarray]
                 break
         if texts:
             return texts
-    raise UserError(f"there is no text in {source.name}: {_why_no_text(source, report)}")
-
-
-def _why_no_text(source: TextSource, report: ReadReport) -> str:
-    if report.num_without_column:
-        reason = f"it has no column {' or '.join(map(repr, source.text_column_name))}"
-        if dialogs := [text for text in report.nested if "dialog" in text]:
-            return f"{reason}, but {dialogs[0]}; write each as one text ('Dialogs' in recipe/data/README.md)"
-        if report.columns:
-            names = [name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..." for name in report.columns]
-            reason += f"; pass --text_column_name with one of {', '.join(names)}"
-            if not source.dataset_name and any(kind_of(path) == ".csv" for path in source.files.paths):
-                reason += "; if that is text, insert a first line that names the columns"
-            return reason
-        if not report.nested:
-            return f"{reason}, and no other column holds text"
-        return f"{reason}, but {', '.join(report.nested)}; write that text into a column of its own"
-    if report.num_skipped:
-        return f"what cannot be read: {report.num_skipped:,}; the first: {report.errors[0]}"
-    return "it is empty or contains only whitespace"
+    findings = [f"{finding}: {count:,}" for finding, count in report.items()]
+    reason = "; ".join(findings[:SHOWN_ERRORS]) or "it is empty or contains only whitespace"
+    raise UserError(f"there is no text in {source.name}: {reason}")
 
 
 # ------------------------------------------------------------------ a part of a unit
@@ -184,11 +152,11 @@ def _why_no_text(source: TextSource, report: ReadReport) -> str:
 class PartReader:
     """Reads the documents of a part of a unit."""
 
-    def __init__(self, source: TextSource, part: FilePart | ShardPart, report: ReadReport) -> None:
+    def __init__(self, source: TextSource, part: FilePart | ShardPart, report: Report) -> None:
         self.source, self.part, self.report = source, part, report
         self.where = part.path if isinstance(part, FilePart) else f"dataset {source.dataset_name}"
         self.kind = kind_of(part.path) if isinstance(part, FilePart) else ""
-        self.num_bytes = self.num_bad = self.num_zero = 0  # decoded; of these, not UTF-8; of these, NUL
+        self.num_read = self.num_bad = self.num_zero = 0  # characters; bytes that were not UTF-8; of these, NUL
         self.is_cut = False  # whether the rest of a stream cannot be read
         self.number, self.first_number = 0, 0  # of the row or line, from 1; how many precede the part
 
@@ -196,34 +164,29 @@ class PartReader:
         errors = (Exception,) if self.source.dataset_name else READ_ERRORS  # the Hub's libraries raise various errors
         try:
             for split, text in self._read_text() if self.kind in (".txt", ".md") else self._read_rows():
-                if isinstance(text, str):
-                    self.report.num_carriage_returns += text.count("\r\n")
+                self.num_read += len(text)
+                if isinstance(text, str) and (count := text.count("\r\n")):
+                    self.report[WINDOWS_ENDS] += count
                 yield Document(split or self.part.hold_out.split_of(text), text)
         except (GeneratorExit, UserError):  # at interpreter exit, the names below may no longer exist
             raise
         except errors as error:
             self._skip_rest(error)
-        if is_other_encoding(self.num_bad, self.num_bytes):  # each row has only a few
+        if is_other_encoding(self.num_bad, self.num_read):  # each row has only a few
             raise UserError(self._not_utf8(self.num_zero))
 
     def _skip_rest(self, error: Exception) -> None:
-        has_remedy = "too much memory for decoding" in str(error)  # pyarrow takes windows of 128 MB
-        reason = f"cannot read {self.where}: {one_line(error).rstrip('.')}"
-        if has_remedy:
-            command = shell_command("zstd", "-d", "--rm", "--long=31", self.where)
-            reason = f"{self.where} was compressed with a long window; unpack it: {command}"
-        self.skip(reason, has_remedy=has_remedy)
+        self.skip(f"cannot read {self.where}: {one_line(error).rstrip('.')}")
 
-    def skip(self, reason: str, num_bytes: int = 0, has_remedy: bool = False) -> None:
+    def skip(self, reason: str, has_remedy: bool = False) -> None:
         """Count what cannot be read, or raise `UserError`. has_remedy: another than to skip it."""
         can_skip = self.source.validation_split_percentage and not self.source.dataset_name  # else in `read_texts`
         if not (can_skip and self.source.skip_bad_files):
             advice = "; --skip_bad_files skips what cannot be read" * bool(can_skip and not has_remedy)
             raise UserError(reason + advice)
-        self.report.num_skipped += 1
-        self.report.skipped_bytes += num_bytes
-        if len(self.report.errors) < SHOWN_ERRORS:
-            self.report.errors.append(reason)
+        if self.report[SKIPPED] < SHOWN_ERRORS:
+            self.report[f"skipped: {reason}"] += 1
+        self.report[SKIPPED] += 1
 
     def decode(self, data: bytes, is_first: bool = False) -> str | None:
         """Return a document or row as text, with U+FFFD for a few bad bytes; None if there are many."""
@@ -235,11 +198,11 @@ class PartReader:
             text = data.decode(errors="replace")
             num_bad += text.count("\ufffd") - data.count(b"\xef\xbf\xbd")
         if is_other_encoding(num_bad, len(data)):
-            self.skip(self._not_utf8(num_zero), len(data), has_remedy=True)
+            self.skip(self._not_utf8(num_zero), has_remedy=True)
             return None
-        self.num_bytes, self.num_bad = self.num_bytes + len(data), self.num_bad + num_bad
-        self.num_zero += num_zero
-        self.report.num_replaced += num_bad
+        self.num_bad, self.num_zero = self.num_bad + num_bad, self.num_zero + num_zero
+        if num_bad:
+            self.report[REPLACED] += num_bad
         return text.replace("\0", "\ufffd") if num_zero else text
 
     def _not_utf8(self, num_zero: int) -> str:
@@ -302,7 +265,7 @@ class PartReader:
             stream.seek(start)
         before = b"\r" if separator.startswith("\n") else b""
         for number, data in enumerate(self._split(stream, num_bytes, pattern)):
-            self.report.num_separators += number > 0
+            self.report[SEPARATORS] += number > 0
             text = self.decode(data.removesuffix(before), is_first=start == number == 0)
             if text and not text.isspace():
                 yield None, text
@@ -343,7 +306,6 @@ class PartReader:
                 self.skip(f"{self.place()}, is a {type(row).__name__}, not an object with a text column")
                 continue
             if (column := self.source.column_in(row)) is None:
-                report.num_without_column += 1
                 self._note_columns(row)
                 continue
             text = row[column]
@@ -354,7 +316,7 @@ class PartReader:
             if isinstance(text, bytes) and (text := self.decode(text)) is None:
                 continue
             if text is None or (isinstance(text, str) and (not text or text.isspace())):
-                report.num_blank += 1
+                report[BLANK] += 1
             elif isinstance(text, str):
                 yield None, text
             elif (ids := token_ids(text)) is None:
@@ -363,29 +325,35 @@ class PartReader:
                 problem = f"column '{column}' holds {found}" + ", neither text nor token ids" * (not is_list)
                 self.skip(f"{self.place()}: {problem}", has_remedy=bool(is_list))
             elif (mask := row.get(MASK)) is None:
-                report.num_row_ids += len(ids)
-                report.num_padding += count_padding(ids)
+                report[ROW_IDS] += len(ids)
+                report[PADDING] += count_padding(ids)
                 yield None, ids
             elif (mask := token_ids(mask)) is None or len(mask) != len(ids):
                 self.skip(f"{self.place()}: {MASK} is not a list with one number for each id in column '{column}'")
             elif mask.any():
                 yield None, ids[mask != 0]
             else:
-                report.num_blank += 1
+                report[BLANK] += 1
 
     def _note_columns(self, row: dict) -> None:
         """Note where else a row has text."""
-        report = self.report
+        found = []
         for name, value in row.items():
+            shown = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
             if isinstance(value, str) or token_ids(value) is not None:
-                if name not in report.columns[:MOST_COLUMNS]:
-                    report.columns = [*report.columns, str(name)][:MOST_COLUMNS]
-                continue
-            is_dialog = isinstance(value, list) and value and isinstance(value[0], dict)
-            found = [f"column {name} holds dialogs"] if is_dialog else []
-            if isinstance(value, dict):
-                found = [f"column {name}.{key} holds text" for key, text in value.items() if isinstance(text, str)]
-            report.nested += [text for text in found if text not in report.nested][:MOST_COLUMNS]
+                header = "; if that is text, insert a first line that names the columns" * (self.kind == ".csv")
+                found.append(f"but text in column {shown} (pass --text_column_name '{shown}'{header})")
+            elif isinstance(value, dict):
+                texts = [key for key, text in value.items() if isinstance(text, str)]
+                found += [f"but text in column {shown}.{key} (write it into a column of its own)" for key in texts]
+            elif isinstance(value, list) and value and isinstance(value[0], dict):
+                how = "write each as one text: 'Dialogs' in recipe/data/README.md"
+                found = [f"but dialogs in column {shown} ({how})"]
+                break
+        for what in found or ["and without any other text"]:
+            finding = f"warning: rows without a column {' or '.join(map(repr, self.source.text_column_name))}, {what}"
+            if finding in self.report or len(self.report) < MOST_FINDINGS:
+                self.report[finding] += 1
 
     def _rows(self) -> Iterator[Any]:
         """Yield the rows of the part, and set `number`."""
@@ -397,9 +365,6 @@ class PartReader:
             with open_decompressed(self.part.path) as stream:
                 if self.kind == ".csv":
                     yield from self._read_csv(stream)
-                elif self.kind == ".wet":
-                    column = self.source.text_column_name[0]
-                    yield from self._numbered({column: page} for page in read_wet(stream))
                 elif self.kind == ".json" and stream.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
                     yield from self._numbered(json.loads(self.decode(stream.read(), is_first=True) or "[]"))
                 else:
@@ -420,12 +385,12 @@ class PartReader:
             groups = range(file.num_row_groups) if part.stop is None else range(part.start, part.stop)
             self.first_number = sum(sizes[: groups.start])
             if (column := self.source.column_in(schema.names)) is None:
-                empty = dict(zip(schema.names, map(_empty_value, schema.types), strict=True))
-                yield from itertools.repeat(empty, sum(sizes[number] for number in groups))
+                first = next(file.iter_batches(1, groups)).to_pylist()
+                yield from itertools.repeat(first[0], sum(sizes[number] for number in groups))
                 return
             if schema.names.count(column) > 1:
                 raise UserError(f"{part.path} has {schema.names.count(column)} columns named '{column}'; rename one")
-            names = [column] + [MASK] * (MASK in schema.names and _empty_value(schema.field(MASK).type) == [])
+            names = [column] + [MASK] * (MASK in schema.names)
             for batch in file.iter_batches(ROWS_PER_READ, groups, names, use_threads=False):
                 try:
                     columns = [batch.column(name).to_pylist() for name in names]
@@ -450,13 +415,10 @@ class PartReader:
                 names = fields
                 self.decode(",".join(names).encode(errors="surrogateescape"))  # refuses UTF-16
                 continue
-            # pandas writes an index without a name as the first column. Other columns without a name hold cut text.
-            has_cut_text = any(text and not name for name, text in zip(names[1:], fields[1:], strict=False))
-            if fields and (len(fields) != len(names) or has_cut_text):
-                count = f"{len(fields)} fields, the header {len(names) - names[1:].count('')}"
+            if fields and len(fields) != len(names):
+                count = f"{len(fields)} fields, the header {len(names)}"
                 self.skip(f"{self.place()}: it has {count}; put text that contains commas in quotes")
-                continue
-            if fields:
+            elif fields:
                 yield dict(zip(names, fields, strict=True))
 
     def _read_jsonl(self, stream: io.BufferedReader, part: FilePart) -> Iterator[Any]:
@@ -482,7 +444,7 @@ class PartReader:
                 try:  # json accepts more: NaN, half of a surrogate pair, deep nesting
                     row = json.loads(text)
                 except (ValueError, RecursionError) as error:
-                    self.skip(f"{self.place()} is not JSON: {error}", len(line))
+                    self.skip(f"{self.place()} is not JSON: {error}")
                     continue
                 yield row
 
@@ -561,32 +523,6 @@ def find_line(file: IO[bytes], position: int, size: int, reach: int = BLOCK) -> 
 # ------------------------------------------------------------------ rows
 
 
-def read_wet(stream: IO[bytes]) -> Iterator[bytes]:
-    """Yield the text of each page in Common Crawl's extracted text: the "conversion" records of a WARC 1.0 file."""
-    while version := stream.readline():
-        lines = [version]
-        while lines[-1].strip():
-            lines.append(stream.readline())
-        header = {name.lower(): value.strip() for name, _, value in (line.partition(b":") for line in lines)}
-        length = header.get(b"content-length", b"")
-        if not version.startswith(b"WARC/") or not length.isdigit() or len(length) > 10:
-            raise ValueError(f"expected a WARC record, found {version[:20]!r}")
-        payload = stream.read(int(length))
-        if stream.read(4) != b"\r\n\r\n":
-            raise ValueError("a WARC record is incomplete or of another length")
-        if header.get(b"warc-type") == b"conversion":
-            yield payload
-
-
-def _empty_value(kind: pa.DataType) -> str | list | dict | None:
-    """Return a value for a column that is not read: text, token ids, a nested column, or None for other types."""
-    if pa.types.is_struct(kind):
-        return {kind.field(n).name: _empty_value(kind.field(n).type) for n in range(kind.num_fields)}
-    if any(is_list(kind) for is_list in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)):
-        return [] if pa.types.is_integer(kind.value_type) else [_empty_value(kind.value_type)]
-    return None if pa.types.is_nested(kind) or pa.types.is_primitive(kind) else ""
-
-
 def token_ids(value: Any) -> np.ndarray | None:
     """Return a list of token ids as int64 [tokens], or None for anything else."""
     if not isinstance(value, (list, np.ndarray)):
@@ -602,4 +538,4 @@ def count_padding(ids: np.ndarray) -> int:
     """Return the length of a run of one id at the end of a row, if it is so long that it may be padding."""
     others = np.flatnonzero(ids != ids[-1]) if len(ids) else ids
     length = len(ids) - (int(others[-1]) + 1 if len(others) else 0)
-    return length if length >= PADDING else 0
+    return length if length >= LONG_RUN else 0

@@ -22,7 +22,7 @@ from recipe.data.files import (
     kind_of,
 )
 from recipe.data.tokenizer import count_ids
-from recipe.data.tokens import Scan, scan_tokens
+from recipe.data.tokens import TokenFile, read_token_file
 from recipe.errors import UserError, check_local_path, one_line
 
 if TYPE_CHECKING:
@@ -156,8 +156,8 @@ class TextSource:
     def content_identity(self) -> list[str] | str | None:
         """Return what identifies the content."""
         if self.dataset_name is None:
-            scan = self.scan if self.is_tokenized else None
-            return [identify_files(files.paths, scan) for files in (self.files, self.held_out_files)]
+            digest = self.count_ids if self.is_tokenized else None
+            return [identify_files(files.paths, digest) for files in (self.files, self.held_out_files)]
         if self.dataset_name == STANDARD_LIBRARY:
             return identify_standard_library()
         if (paths := self.dataset_paths) is None:
@@ -171,14 +171,16 @@ class TextSource:
         return hashlib.sha256(repr(sorted(files)).encode()).hexdigest()
 
     @functools.cached_property
-    def scans(self) -> dict[str, Scan]:
-        """What `scan` has found so far, by path."""
+    def token_files(self) -> dict[str, TokenFile]:
+        """What `count_ids` has read so far, by path."""
         return {}
 
-    def scan(self, path: str) -> str:
-        """Hash a file of token ids, and count them in the same pass. Returns the hash."""
-        self.scans[path] = scan_tokens(path, self.vocab_size, 0 if self.has_validation else self.held_out_share)
-        return self.scans[path].digest
+    def count_ids(self, path: str) -> str:
+        """Count the ids of a token file. Returns its hash, which the same pass finds."""
+        self.token_files[path] = read_token_file(
+            path, self.vocab_size, not self.has_validation and self.held_out_share
+        )
+        return self.token_files[path].digest
 
     @property
     def held_out_share(self) -> float:

@@ -17,19 +17,16 @@ HEADER, MAGIC, VERSION = 256, 20240520, 1  # number of int32 values, and the fir
 CHUNK = 2**22  # ids read at a time
 
 
-class Scan(NamedTuple):
-    """A file of token ids: where they are, and how often each occurs in its training and its validation part.
+class TokenFile(NamedTuple):
+    """What a file of token ids holds.
 
-    counts: two of int64 [vocabulary]. beyond: the largest id if the vocabulary does not have it. digest: as of
-    `digest_file`.
+    counts: of its training and its validation part, how often each id occurs, int64 [vocabulary + 1]; the last number
+    is that of all ids beyond the vocabulary. digest: as of `digest_file`.
     """
 
     start: int  # byte of the first id
     type: str  # of an id, for numpy
-    sizes: tuple[int, int]  # number of ids in each part
     counts: tuple[np.ndarray, np.ndarray]
-    beyond: int | None
-    head: np.ndarray  # the first ids
     digest: str
 
 
@@ -46,9 +43,8 @@ def find_tokens(path: str, vocab_size: int) -> tuple[int, int, str]:
             expected = f"expected {MAGIC} and {VERSION}, as GPT-2's shards of llm.c and modded-nanogpt have"
             raise UserError(f"{path} begins with magic number {magic} and version {version}; {expected}")
         if size != (stop := header.nbytes + 2 * count):
-            raise UserError(
-                f"{path} should hold {count:,} token ids in {stop:,} bytes, but has {size:,}; get it again"
-            )
+            expected = f"{count:,} token ids in {stop:,} bytes"
+            raise UserError(f"{path} should hold {expected}, but has {size:,}; get it again")
         return header.nbytes, count, "uint16"
     id_bytes = np.dtype(id_type).itemsize
     if size % id_bytes:
@@ -66,38 +62,36 @@ def id_type_of(vocab_size: int) -> str:
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
-def scan_tokens(path: str, vocab_size: int, held_out_share: float) -> Scan:
-    """Read a file of token ids once. Its last ids are the validation part. Raises `UserError` as `find_tokens`."""
+def read_token_file(path: str, vocab_size: int, held_out_share: float) -> TokenFile:
+    """Hash and count the ids of a file in one pass. Its last ids are the validation part.
+
+    Raises `UserError` as `find_tokens`.
+    """
     import xxhash  # not at the top, because training on a packed dataset does not need it
 
     start, count, id_type = find_tokens(path, vocab_size)
-    limit = count - round(count * held_out_share)
-    counts = np.zeros(vocab_size, np.int64), np.zeros(vocab_size, np.int64)
-    digest, largest, position, head = xxhash.xxh3_128(), 0, 0, np.empty(0, id_type)
+    left, digest = count - round(count * held_out_share), xxhash.xxh3_128()
+    counts = np.zeros(vocab_size + 1, np.int64), np.zeros(vocab_size + 1, np.int64)
     with open(path, "rb") as file:
         digest.update(file.read(start))
         while len(ids := np.fromfile(file, id_type, CHUNK)):
             digest.update(ids.data)
-            head = ids[:1000] if position == 0 else head
-            largest = max(largest, int(ids.max()))
-            if largest >= vocab_size:  # `beyond` reports it
-                ids = np.minimum(ids, vocab_size - 1)
-            for part, own in enumerate(np.split(ids, [max(0, limit - position)])):
-                counts[part][:] += np.bincount(own, minlength=vocab_size)
-            position += len(ids)
-    size = start + count * np.dtype(id_type).itemsize
-    beyond = largest if largest >= vocab_size else None
-    return Scan(start, id_type, (limit, count - limit), counts, beyond, head, f"{size} {digest.hexdigest()}")
+            if ids.max() > vocab_size:
+                ids = np.minimum(ids, vocab_size)
+            for part, own in zip(counts, np.split(ids, [max(0, left)]), strict=True):
+                np.add(part, np.bincount(own, minlength=vocab_size + 1), out=part)
+            left -= len(ids)
+    return TokenFile(start, id_type, counts, f"{os.path.getsize(path)} {digest.hexdigest()}")
 
 
-def in_place(path: str, scan: Scan) -> dict[str, Any]:
+def describe_in_place(path: str, found: TokenFile) -> dict[str, Any]:
     """Return how the metadata of a dataset describe a file that it uses in place."""
     status = os.stat(path)
-    return {"type": scan.type, "bytes": status.st_size, "modified_ns": status.st_mtime_ns, "digest": scan.digest}
+    return {"type": found.type, "bytes": status.st_size, "modified_ns": status.st_mtime_ns, "digest": found.digest}
 
 
 def check_in_place(path: str, described: dict[str, Any]) -> None:
-    """Raise `UserError` if a file is not the one that `in_place` described. One with another time is hashed."""
+    """Raise `UserError` if a file is not the one that was described. One with another time is hashed."""
     remedy = "put the file back, or prepare the dataset again"
     try:
         status = os.stat(path)

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from helpers import ROOT, wet_record
+from helpers import ROOT
 from tokenizers import Tokenizer
 
 from recipe.data.packed import PackedSplit, list_stretches, map_ids, read_metadata
-from recipe.data.read import ReadReport, list_units, read_unit
+from recipe.data.read import Report, list_units, read_unit
 from recipe.data.source import TextSource
 
 
@@ -41,12 +41,6 @@ def csv_of(texts: list[str], column: str) -> bytes:
     return table.getvalue().encode()
 
 
-def wet_of(texts: list[str], column: str) -> bytes:
-    """Return the texts between records that are no pages, or blank ones."""
-    others = wet_record("warcinfo", b"software: x\r\n"), wet_record("conversion", b" \n")
-    return b"".join([*others, *(wet_record("conversion", text.encode()) for text in texts)])
-
-
 # Suffix of a file -> its content, of texts and the name of their column. Documents of plain text end with <sep>.
 KINDS = {
     "txt": lambda texts, column: "<sep>".join(texts).encode(),
@@ -55,17 +49,16 @@ KINDS = {
     "json": lambda texts, column: json.dumps([{column: text} for text in texts]).encode(),
     "lines.json": lambda texts, column: "".join(json.dumps({column: text}) + "\n" for text in texts).encode(),
     "csv": csv_of,
-    "warc.wet": wet_of,
 }
 
 
-def read(source: TextSource, report: ReadReport | None = None) -> list[tuple[str, str]]:
+def read(source: TextSource, report: Report | None = None) -> list[tuple[str, str]]:
     """Return the split and the text of each document of all units, in order."""
-    report = report or ReadReport()
+    report = Report() if report is None else report
     return [tuple(document) for unit in list_units(source) for document in read_unit(source, unit, report)]
 
 
-def texts_of(source: TextSource, split: str | None = None, report: ReadReport | None = None) -> list[str]:
+def texts_of(source: TextSource, split: str | None = None, report: Report | None = None) -> list[str]:
     return [text for name, text in read(source, report) if split in (None, name)]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import datasets
 import pytest
 from corpora import texts_of, write_jsonl
-from helpers import PLAIN, ROOT, TINY, list_steps, make_documents
+from helpers import PLAIN, TINY, list_steps, make_documents
 from hub_repository import File, Repository
 
 import recipe.environment
@@ -20,7 +20,7 @@ from recipe.command_line import load_config
 from recipe.data import files
 from recipe.data.cache import open_dataset_for
 from recipe.data.files import describe_files
-from recipe.data.read import ReadReport, list_units, read_unit
+from recipe.data.read import Report, list_units, read_unit
 from recipe.data.source import TextSource
 from recipe.errors import UserError
 
@@ -150,19 +150,6 @@ def test_a_run_resumes_on_a_folder_that_holds_its_own_results(here, train, token
     train(*run, "--max_steps", 1, alone=True)
     assert names_in(".") == ["./books/a.jsonl"]
     train(*run, "--max_steps", 2, "--resume_from_checkpoint", "auto", alone=True)
-
-
-def test_the_files_of_this_project_are_not_text_unless_they_are_named(here, monkeypatch):
-    """In a folder into which it was cloned."""
-    for name in ("README.md", "recipe/train.py", "recipe/data/README.md", "scripts/benchmarks/data_cpu.json"):
-        Path("clone", name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, Path("clone", name))
-    assert names_in("clone/README.md") == ["clone/README.md"]
-    write_files("clone/corpus.txt")
-    assert names_in(".") == ["./clone/corpus.txt"]
-    monkeypatch.chdir("clone")
-    assert names_in(".") == ["./corpus.txt"]
-    assert names_in("recipe/data") == ["recipe/data/README.md"]
 
 
 # ------------------------------------------------------------------ identity
@@ -327,7 +314,7 @@ def test_a_process_that_tokenizes_reads_the_commit_of_its_run_after_a_push(push)
     push(a=make_documents(150), b=["other"])
     sent = pickle.loads(pickle.dumps(source))
     assert sent.commit == first
-    assert len(list(read_unit(sent, list_units(sent)[0], ReadReport()))) == 200
+    assert len(list(read_unit(sent, list_units(sent)[0], Report()))) == 200
 
 
 def test_what_is_prepared_of_a_hub_dataset_is_used_without_the_hub(hub, push, open_with):

@@ -20,7 +20,7 @@ from recipe.data import prepare
 from recipe.data.pack import Packer
 from recipe.data.packed import open_packed_dataset, read_metadata
 from recipe.data.prepare import prepare_dataset
-from recipe.data.read import list_units
+from recipe.data.read import BLANK, SKIPPED, list_units
 from recipe.data.source import TextSource
 from recipe.data.tokenizer import load_tokenizer, tokenizer_sha256, train_tokenizer
 from recipe.errors import UserError
@@ -158,7 +158,7 @@ def test_an_interruption_at_the_end_loses_nothing(tmp_path, prepared, tokenizer,
         assert read_metadata(directory) == old
     else:
         assert not (directory / "metadata.json").exists()
-    monkeypatch.setattr(prepare, "tokenize_units", lambda *_: 1 / 0)  # all units are done
+    monkeypatch.setattr(prepare, "Job", lambda *_: 1 / 0)  # all units are done
     made = prepare_dataset(source, directory, tokenizer, overwrite=number == 0)
     assert made["fingerprint"] != old["fingerprint"]
     assert len(all_rows(open_packed_dataset(directory, 16).train))
@@ -221,7 +221,7 @@ def test_units_without_bad_rows_are_kept_when_those_are_skipped(tmp_path, source
         prepare_dataset(strict, tmp_path / "d", tokenizer, num_workers=1)
     capsys.readouterr()
     lenient, count = dataclasses.replace(strict, skip_bad_files=True), len(list_units(strict))
-    assert prepare_dataset(lenient, tmp_path / "d", tokenizer)["source"]["skipped_documents"] == 1
+    assert prepare_dataset(lenient, tmp_path / "d", tokenizer)["report"][SKIPPED] == 1
     assert f"{count - 1:,} of {count:,} units are done" in capsys.readouterr().out
     assert prepare_dataset(lenient, tmp_path / "e", tokenizer, share=slice(count - 1, count)) is None
     with pytest.raises(UserError, match="--skip_bad_files"):
@@ -397,13 +397,13 @@ def test_what_is_not_in_the_dataset_is_said(tmp_path, documents, tokenizer, caps
     source = TextSource((str(tmp_path / "text"),), document_separator="<sep>")
     made = prepare_dataset(source, tmp_path / "d", tokenizer)
     out = capsys.readouterr().out
-    for part in (".pdf (1)", "blank): 2\n", "'text': 7 (they have body", "'<sep>'"):
+    for part in (".pdf (1)", "blank): 2\n", "text in column body (pass --text_column_name 'body'): 7\n", "'<sep>'"):
         assert part in out
-    assert (made["source"]["blank_rows"], made["source"]["rows_without_column"]) == (2, 7)
+    assert made["report"][BLANK] == 2
     (tmp_path / "text" / "c.txt").write_bytes(b"the end\r\n<sep>caf\xe9")
     prepare_dataset(dataclasses.replace(source), tmp_path / "e", tokenizer)
     out = capsys.readouterr().out
-    assert "<sep>" not in out and "Windows line ends: 1;" in out and "became U+FFFD: 1\n" in out
+    assert "<sep>" not in out and "take tokens: 1\n" in out and "became U+FFFD: 1\n" in out
 
 
 def test_much_text_for_validation_is_said(tmp_path, tokenizer, capsys):

@@ -14,12 +14,22 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import KINDS, csv_of, read, texts_of, wet_of, write_jsonl, write_parquet, write_text
-from helpers import make_documents, wet_record
+from corpora import KINDS, csv_of, read, texts_of, write_jsonl, write_parquet, write_text
+from helpers import make_documents
 
 from recipe.config import STANDARD_LIBRARY
 from recipe.data.cut import cut
-from recipe.data.read import ReadReport, list_units, read_sample, read_texts, read_unit
+from recipe.data.read import (
+    PADDING,
+    REPLACED,
+    ROW_IDS,
+    SKIPPED,
+    Report,
+    list_units,
+    read_sample,
+    read_texts,
+    read_unit,
+)
 from recipe.data.source import TextSource
 from recipe.errors import UserError
 
@@ -27,7 +37,7 @@ GOOD, LAST = b'{"text": "good"}\n', b'{"text": "last"}\n'
 BOM = codecs.BOM_UTF8
 COMPRESSIONS = {
     "": bytes,
-    ".gz": lambda data: gzip.compress(data[:999]) + gzip.compress(data[999:]),  # as WET files are compressed
+    ".gz": lambda data: gzip.compress(data[:999]) + gzip.compress(data[999:]),  # as Common Crawl compresses its files
     ".GZ": gzip.compress,
     ".zst": lambda data: pa.compress(data, "zstd", asbytes=True),
     ".bz2": bz2.compress,
@@ -38,7 +48,7 @@ COMPRESSIONS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 def test_documents_come_out_of_each_kind_of_file_unchanged(tmp_path, kind, compression):
-    pages = ['a "quoted", text\nof two lines\r\n', "text\r\n\r\nWARC/1.0\r\nContent-Length: 3\r\n\r\n", "line\n\n"]
+    pages = ['a "quoted", text\nof two lines\r\n', "text\r\n\r\n", "line\n\n"]
     documents = [*make_documents(20), *pages]
     path = tmp_path / f"a.{kind}{compression}"
     path.write_bytes(COMPRESSIONS[compression](KINDS[kind](documents, "body")))
@@ -103,11 +113,8 @@ def test_the_standard_library_is_a_corpus_for_the_demo():
 
 # ------------------------------------------------------------------ what cannot be read
 
-WET = wet_of(["good"], "")
 PARQUET = io.BytesIO()
 pq.write_table(pa.table({"text": ["good"] * 99}), PARQUET)
-# A frame with a window of 2 GB, as of zstd --long=31: magic number, no sizes, window, one block of raw bytes.
-LONG_WINDOW = b"\x28\xb5\x2f\xfd\x00\xa8\x19\x00\x00abc"
 BAD_FILES = {  # name -> content, the texts that can be read, how much is skipped
     "utf16.txt": ("good\n".encode("utf-16") * 9, [], 1),
     "program.txt": (b"good<sep>\x7fELF\x02\x01\x01" + bytes(19), ["good"], 1),
@@ -115,7 +122,6 @@ BAD_FILES = {  # name -> content, the texts that can be read, how much is skippe
     "broken.jsonl": (GOOD + b'{"text": \n' + LAST, ["good", "last"], 1),
     "deep.jsonl": (GOOD + b'{"n": ' + b"[" * 10**5 + b"\n" + LAST, ["good", "last"], 1),
     "list.jsonl": (GOOD + b"[1]\n" + LAST, ["good", "last"], 1),
-    "long.txt.zst": (LONG_WINDOW, [], 1),
     "number.jsonl": (GOOD + b'{"text": 3}\n' + LAST, ["good", "last"], 1),
     "nested.jsonl": (GOOD + b'{"text": [[1], [2]]}\n' + LAST, ["good", "last"], 1),
     "uneven.jsonl": (GOOD + b'{"text": [[1, 2], [3]]}\n' + LAST, ["good", "last"], 1),
@@ -124,11 +130,8 @@ BAD_FILES = {  # name -> content, the texts that can be read, how much is skippe
     "cut.jsonl.xz": (lzma.compress(GOOD * 99_999)[:-20], ["good"], 1),
     "none.jsonl.bz2": (GOOD, [], 1),
     "half.parquet": (PARQUET.getvalue()[:99], [], 1),
-    "cut.wet": (WET[:-9], [], 1),
-    "none.wet": (WET + GOOD, ["good"], 1),
     "commas.csv": (b"text\none, two\nlast\n", ["last"], 1),
     "missing.csv": (b"id,text\n1,good\n2\n3,last\n", ["good", "last"], 1),
-    "padded.csv": (b"text,,\none, two,three\nlast,,\n", ["last"], 1),
     "open.csv": (b'text\ngood\n"two\n' + b"more\n" * 90, ["good"], 1),  # nobody knows where the next row begins
     "after.csv": (b'text\ngood\n"one" two\nthree\n', ["good"], 1),
 }
@@ -140,23 +143,23 @@ def test_what_cannot_be_read_is_an_error_or_skipped(tmp_path, name):
     content, expected, num_skipped = BAD_FILES[name]
     (tmp_path / name).write_bytes(content)
     write_jsonl(tmp_path / "zz.jsonl", ["other"])
-    source, report = TextSource((str(tmp_path),), document_separator="<sep>"), ReadReport()
+    source, report = TextSource((str(tmp_path),), document_separator="<sep>"), Report()
     with pytest.raises(UserError, match=name) as caught:
         read(source)
-    remedy = {LONG_WINDOW: "--long=31", BAD_FILES["words.jsonl"][0]: "join"}.get(content, "--skip_bad_files")
+    remedy = "join" if name == "words.jsonl" else "--skip_bad_files"
     remedy = "iconv" if name.startswith(("utf16", "program")) else remedy
     assert remedy in str(caught.value) and "\n" not in str(caught.value)
     assert ("--skip_bad_files" in str(caught.value)) == (remedy == "--skip_bad_files")
     assert set(texts_of(dataclasses.replace(source, skip_bad_files=True), report=report)) == {*expected, "other"}
-    assert report.num_skipped == num_skipped and name in report.errors[0]
+    assert report[SKIPPED] == num_skipped and name in next(finding for finding in report if "skipped: " in finding)
 
 
 def test_what_precedes_the_end_of_a_cut_text_is_kept(tmp_path):
     text = "".join(make_documents(9000))
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode())[:-100])
-    report = ReadReport()
+    report = Report()
     (kept,) = texts_of(TextSource((str(tmp_path),), skip_bad_files=True), "train", report)
-    assert text.startswith(kept[:-1]) and len(kept) > 0.8 * len(text) and report.num_skipped == 1
+    assert text.startswith(kept[:-1]) and len(kept) > 0.8 * len(text) and report[SKIPPED] == 1
 
 
 def test_a_bad_row_is_named_by_its_place_in_the_file(tmp_path, small_units):
@@ -172,7 +175,7 @@ def test_a_bad_row_is_named_by_its_place_in_the_file(tmp_path, small_units):
     source = TextSource((str(tmp_path / "b.parquet"),))
     *_, last = cut(source)
     with pytest.raises(UserError, match=rf"b\.parquet, row {last.parts[0].start * 7 + 1}: "):
-        list(read_unit(source, last, ReadReport()))
+        list(read_unit(source, last, Report()))
 
 
 KINDS_OF_TEXT = [
@@ -180,7 +183,6 @@ KINDS_OF_TEXT = [
     "md.gz",
     "separated.txt",
     "separated.md.gz",
-    "warc.wet",
     "csv",
     "jsonl",
     "json",
@@ -201,8 +203,6 @@ def write_pages(path: Path, pages: list[bytes], separator: str | None) -> None:
     elif kind.startswith("json"):
         content = b"".join(b'{"text": "%s"}\n' % page for page in quoted)
         content = b"[%s]" % content.strip().replace(b"}\n{", b"},{") if kind == "json" else content
-    elif kind == "warc.wet":
-        content = b"".join(wet_record("conversion", page) for page in pages)
     path.write_bytes(gzip.compress(content) if kind.endswith("gz") else content)
     if kind.endswith("parquet"):
         column = pa.array(pages, pa.binary())
@@ -217,9 +217,9 @@ def test_few_bytes_that_are_not_utf8_are_replaced_and_many_are_another_encoding(
     pages = [documents[0].encode().replace(b"cat", b"c\xe4t", 3), documents[1].encode().replace(b"cat", b"c\0t", 2)]
     expected = documents[0].replace("cat", "c\ufffdt", 3), documents[1].replace("cat", "c\ufffdt", 2)
     write_pages(tmp_path / f"a.{kind}", pages, separator)
-    source, report = TextSource((str(tmp_path / f"a.{kind}"),), document_separator=separator), ReadReport()
+    source, report = TextSource((str(tmp_path / f"a.{kind}"),), document_separator=separator), Report()
     assert "".join(texts_of(source, report=report)) == "".join(expected)
-    assert (report.num_replaced, report.num_skipped) == (5, 0)
+    assert (report[REPLACED], report[SKIPPED]) == (5, 0)
     few = [page.decode(errors="replace").replace("\ufffd", "").replace("\0", "").encode() for page in pages]
     short = [b"Stra\xdfe %d" % number for number in range(99)]  # each row has one
     for latin in ([few[0], "\xfcber Stra\xdfe ".encode("latin-1") * 99], short):
@@ -250,7 +250,7 @@ def test_a_separator_that_does_not_occur_costs_no_memory_and_little_reading(tmp_
     path, line = tmp_path / "a.txt", b"x" * 999 + b"\n"
     path.write_bytes(line * 40_000)
     source, before = TextSource((str(path),), document_separator="<sep>"), psutil.Process().io_counters().read_chars
-    texts = [text for unit in cut(source) for _, text in read_unit(source, unit, ReadReport())]
+    texts = [text for unit in cut(source) for _, text in read_unit(source, unit, Report())]
     assert "".join(texts) == (line * 40_000).decode() and max(map(len, texts)) < 20e6
     assert all(text.endswith("\n") for text in texts)
     assert psutil.Process().io_counters().read_chars - before < 120e6
@@ -261,8 +261,8 @@ def test_a_separator_that_does_not_occur_costs_no_memory_and_little_reading(tmp_
 COLUMNS = [
     ('{"messages": [{"role": "user", "content": "x"}], "id": "1"}', "messages .*'Dialogs' in recipe/data/README.md"),
     ('{"data": {"text": "x"}, "id": 1}', r"data\.text .* column of its own"),
-    ('{"body": "x", "id": 1}', "--text_column_name with one of body"),
-    ('{"id": 1}', "no other column holds text"),
+    ('{"body": "x", "id": 1}', "--text_column_name 'body'"),
+    ('{"id": 1}', "without any other text"),
 ]
 
 
@@ -304,7 +304,7 @@ def test_the_padding_of_tokenized_rows_is_not_read(tmp_path, kind, has_mask):
     else:
         {"jsonl": table.to_json, "parquet": table.to_parquet}[kind.split()[0]](path)
         source = TextSource((path,), text_column_name=("input_ids",))
-    report = ReadReport()
+    report = Report()
     found = [ids.tolist() for ids in texts_of(source, report=report)]
     assert found == ([[5, 6, 7], [8, 9]] if has_mask else rows["input_ids"])
-    assert (report.num_row_ids, report.num_padding) == ((0, 0) if has_mask else (46, 42))
+    assert (report[ROW_IDS], report[PADDING]) == ((0, 0) if has_mask else (46, 42))

@@ -11,7 +11,7 @@ import pytest
 from corpora import KINDS, read, texts_of, write_jsonl, write_parquet, write_text
 from helpers import make_documents
 
-from recipe.data.read import ReadReport, list_units, read_unit
+from recipe.data.read import Report, list_units, read_unit
 from recipe.data.source import TextSource
 from recipe.errors import UserError
 
@@ -46,7 +46,7 @@ def test_units_hold_each_document_once_in_order(tmp_path, small_units, name):
         assert [text for _, text in documents] == expected
     alone = []
     for unit in reversed(list_units(source)):
-        alone = [*read_unit(*pickle.loads(pickle.dumps((source, unit))), ReadReport()), *alone]
+        alone = [*read_unit(*pickle.loads(pickle.dumps((source, unit))), Report()), *alone]
     assert alone == documents
 
 

@@ -41,7 +41,7 @@ TEXTS = [  # file, content, options of scripts/prepare_data.py -> what the answe
     ("blank.txt", " \n\t\r\n", "", "blank.txt"),
     ("none.csv", "text\n", "", "none.csv"),
     ("blank.jsonl", rows("text", "", None), "", "blank.jsonl"),
-    ("body.jsonl", '{"body": "x", "id": 1}\n', "", "body.jsonl 'text' --text_column_name body"),
+    ("body.jsonl", '{"body": "x", "id": 1}\n', "", "body.jsonl 'text' --text_column_name 'body'"),
     (
         "chat.jsonl",
         '{"messages": [{"role": "user"}], "id": 1}\n',
@@ -49,7 +49,7 @@ TEXTS = [  # file, content, options of scripts/prepare_data.py -> what the answe
         "chat.jsonl 'text' messages dialogs recipe/data/README.md",
     ),
     ("text.csv", f"{'a sentence ' * 10},2\n1,2\n", "", "text.csv --text_column_name line"),
-    ("columns.csv", "a,b\nhello,2\n", "", "columns.csv --text_column_name a, b;"),
+    ("columns.csv", "a,b\nhello,2\n", "", "columns.csv --text_column_name 'a' line"),
     ("cut.jsonl", "{", "--skip_bad_files", "cut.jsonl 1"),
     ("one.jsonl", rows("text", "word " * 900), "", "one.jsonl --validation_file, --document_separator"),
     # --- token ids
