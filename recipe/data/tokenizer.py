@@ -37,18 +37,24 @@ def load_tokenizer(name_or_path: str, revision: str | None = None) -> "PreTraine
 
     Raises `UserError` if it lacks an end-of-text token.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
     from transformers.utils.hub import has_file
+
+    def by_class() -> Any:
+        from transformers import AutoTokenizer  # imports torch, which takes seconds
+
+        return AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False, **options)
 
     check_local_path(name_or_path)
     try:
         local = not Path(name_or_path).is_dir() and only_cached(name_or_path)
         options: dict[str, Any] = {"revision": revision, "local_files_only": local}
-        auto_class = PreTrainedTokenizerFast if has_file(name_or_path, "tokenizer.json", **options) else AutoTokenizer
-        tokenizer = auto_class.from_pretrained(name_or_path, trust_remote_code=False, **options)
-        if tokenizer.eos_token is None:  # only its class knows it: GPT-2's files on the Hub do not name it
-            by_class = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False, **options)
-            tokenizer.add_special_tokens(by_class.special_tokens_map)
+        if has_file(name_or_path, "tokenizer.json", **options):
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(name_or_path, trust_remote_code=False, **options)
+            if tokenizer.eos_token is None:  # only its class knows it: GPT-2's files on the Hub do not name it
+                tokenizer.add_special_tokens(by_class().special_tokens_map)
+        else:
+            tokenizer = by_class()
     except Exception as error:  # transformers and the Hub client raise OSError, ValueError, KeyError, ...
         where = f"'{name_or_path}' (neither a folder with tokenizer.json nor a Hub id that can be reached)"
         raise UserError(f"no tokenizer at {where}: {one_line(error)}") from error
