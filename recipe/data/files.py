@@ -145,11 +145,11 @@ def _glob(pattern: str, base: Path) -> Iterable[str]:
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    if not pattern or pattern[0] != "**":
-        if not (parts and pattern):
-            return not (parts or pattern)
-        return fnmatch.fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
-    return any(_matches(parts[start:], pattern[1:]) for start in range(len(parts) + 1))
+    if pattern and pattern[0] == "**":
+        return any(_matches(parts[start:], pattern[1:]) for start in range(len(parts) + 1))
+    if not (parts and pattern):
+        return not (parts or pattern)
+    return fnmatch.fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
 
 
 def _reason(name: str, kinds: Sequence[str] = KINDS) -> str | None:

@@ -65,6 +65,18 @@ class Encoding:
             problem = f"the data contains token id {bad}, but the tokenizer has {self.vocab_size:,} tokens"
             raise UserError(f"{problem}; pass the tokenizer that made the data")
 
+    def describe(self, counts: np.ndarray, num_bytes: int | None = None) -> dict[str, int | None]:
+        """Return what a stream of ids holds: `COUNTS`, and the tokens of unknown text.
+
+        counts: how often each id occurs, int64 [vocabulary]. num_bytes: of the text; by default, what the ids spell.
+        """
+        if num_bytes is None and self.token_bytes is not None:
+            num_bytes = int(counts @ self.token_bytes)
+        num_tokens, num_special = int(counts.sum()), int(counts[list(self.special)].sum())
+        unknown = 0 if self.unknown is None else int(counts[self.unknown])
+        values = int(counts[self.end]), num_tokens, num_tokens - num_special, num_bytes
+        return {**dict(zip(COUNTS, values, strict=True)), "unknown": unknown}
+
 
 @dataclass(frozen=True)
 class Job:
@@ -78,14 +90,17 @@ class Job:
 
 
 class Packer:
-    """Writes the documents of one split to its file, and counts what they hold."""
+    """Writes the documents of one split to its file, and counts their ids."""
 
     def __init__(self, path: Path, encode: Encode, encoding: Encoding, parses_special: bool) -> None:
         """parses_special: a text may hold special tokens, and begin and end with them."""
         self.encode, self.encoding, self.parses_special = encode, encoding, parses_special
-        self.special, self.file, self.digest = encoding.special, path.open("wb"), hashlib.sha256()
-        self.texts, self.characters = [], 0
-        self.counts: dict[str, int | None] = dict.fromkeys((*COUNTS, "unknown"), 0)
+        self.file, self.digest, self.counts = (
+            path.open("wb"),
+            hashlib.sha256(),
+            np.zeros(encoding.vocab_size, np.int64),
+        )
+        self.texts, self.characters, self.num_bytes = [], 0, 0
 
     def add(self, text: str) -> None:
         """Add a document."""
@@ -95,63 +110,49 @@ class Packer:
             self.flush()
 
     def flush(self) -> None:
-        """Write the tokens of the documents that wait, each with an end-of-text id after it."""
+        """Write the tokens of the documents that wait."""
         if not self.texts:
             return
-        ids, lengths = encode_documents(self.encode, self.texts)
-        num_bytes, num_special = sum(len(text) if text.isascii() else len(text.encode()) for text in self.texts), 0
-        self.texts, self.characters = [], 0
+        texts, self.texts, self.characters = self.texts, [], 0
+        ids, lengths = encode_documents(self.encode, texts)
+        self.num_bytes += sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
         if self.parses_special:  # special tokens are no text
-            rows = [self._without_ends(row) for row in np.split(ids, np.cumsum(lengths)[:-1])]
-            num_bytes -= sum(len(self.special[index].encode()) for index in self._special_in(ids))
-            ids, lengths = np.concatenate(rows), np.array(list(map(len, rows)))
-            num_special = len(self._special_in(ids))
+            special = self.encoding.special
+            found = ids[np.isin(ids, list(special))].tolist()
+            self.num_bytes -= sum(len(special[index].encode()) for index in found)
+            self.add_rows(np.split(ids, np.cumsum(lengths)[:-1]))
+        else:
+            self._write_documents(ids, lengths)
+
+    def add_rows(self, rows: list[np.ndarray]) -> None:
+        """Add the ids of documents, with or without what packing puts around them."""
+        bare, prefix = [], self.encoding.prefix
+        for ids in rows:
+            start = len(prefix) if ids[: len(prefix)].tolist() == prefix else 0
+            has_end = len(ids) > start and ids[-1] == self.encoding.end
+            bare.append(ids[start : len(ids) - has_end])
+        if bare:
+            self._write_documents(np.concatenate(bare), np.array(list(map(len, bare))))
+
+    def _write_documents(self, ids: np.ndarray, lengths: np.ndarray) -> None:
+        """Write documents, whose ids follow each other, each between the prefix and an end of text."""
         ends, prefix = np.cumsum(lengths), self.encoding.prefix
         places = np.stack([ends - lengths] * len(prefix) + [ends], axis=1).reshape(-1)
-        counts: dict[str, int | None] = {
-            "documents": len(ends),
-            "text_tokens": len(ids) - num_special,
-            "bytes": num_bytes,
-        }
-        self.write(np.insert(ids, places, np.tile([*prefix, self.encoding.end], len(ends))), counts)
+        self.write(np.insert(ids, places, np.tile([*prefix, self.encoding.end], len(ends))))
 
-    def _special_in(self, ids: np.ndarray) -> list[int]:
-        return ids[np.isin(ids, list(self.special))].tolist()
-
-    def _without_ends(self, ids: np.ndarray) -> np.ndarray:
-        """Return the ids of a document without those that are put around it."""
-        start = len(self.encoding.prefix)
-        ids = ids[start:] if ids[:start].tolist() == self.encoding.prefix else ids
-        return ids[:-1] if len(ids) and ids[-1] == self.encoding.end else ids
-
-    def add_ids(self, rows: list[np.ndarray], are_blocks: bool) -> None:
-        """Add rows of ids: documents, or blocks of a stream in which the documents have their ends."""
-        if not rows:
-            return
-        end, table = self.encoding.end, self.encoding.token_bytes
-        if not are_blocks:
-            rows = [np.array([*self.encoding.prefix, *self._without_ends(row), end], row.dtype) for row in rows]
-        ids = np.concatenate(rows)
-        num_documents = int((ids == end).sum()) if are_blocks else len(rows)
-        num_bytes = None if table is None else int(table.take(ids).sum())
-        num_text = len(ids) - len(self._special_in(ids))
-        self.write(ids, {"documents": num_documents, "text_tokens": num_text, "bytes": num_bytes})
-
-    def write(self, ids: np.ndarray, counts: dict[str, int | None]) -> None:
-        """Write ids, and add up what they hold."""
+    def write(self, ids: np.ndarray) -> None:
+        """Write ids as they are."""
         data = ids.astype(id_type_of(self.encoding.vocab_size), copy=False)
         self.file.write(data.data)
         self.digest.update(data.data)
-        unknown = 0 if self.encoding.unknown is None else int((ids == self.encoding.unknown).sum())
-        for name, value in {**counts, "tokens": len(ids), "unknown": unknown}.items():
-            before = self.counts[name]
-            self.counts[name] = None if value is None or before is None else before + value
+        self.counts += np.bincount(data, minlength=len(self.counts))
 
-    def close(self) -> dict:
-        """Write what is left, and return the counts and the hash of the ids."""
+    def close(self, has_text: bool) -> dict:
+        """Write what is left. Returns what the file holds, and the hash of its ids."""
         self.flush()
         self.file.close()
-        return {**self.counts, "content_sha256": self.digest.hexdigest()}
+        counts = self.encoding.describe(self.counts, self.num_bytes if has_text else None)
+        return {**counts, "content_sha256": self.digest.hexdigest()}
 
 
 class UnitTokenizer:
@@ -207,8 +208,12 @@ class UnitTokenizer:
             limit = len(rows) - max(1, round(len(rows) * job.source.held_out_share))
             rows = [(SPLITS[number >= limit], ids) for number, (_, ids) in enumerate(rows)]
         for split, packer in packers.items():
-            packer.add_ids([ids for of, ids in rows if of == split], are_blocks)
-        splits = {name: packer.close() for name, packer in packers.items()}
+            own = [ids for of, ids in rows if of == split]
+            if are_blocks:
+                packer.write(np.concatenate(own or [np.empty(0, np.int64)]))
+            else:
+                packer.add_rows(own)
+        splits = {name: packer.close(has_text=not rows) for name, packer in packers.items()}
         return {"type": id_type_of(job.encoding.vocab_size), "report": report, "splits": splits}
 
 

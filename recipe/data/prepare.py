@@ -412,35 +412,29 @@ def list_parts(target: Target, num_units: int, report: Report) -> list[dict[str,
 
 def read_token_parts(source: TextSource, tokenizer: "PreTrainedTokenizerFast") -> list[dict[str, Any]]:
     """Return what the parts of token files hold. Raises `UserError` if the tokenizer does not have an id."""
-    encoding, parts, say_once = Encoding.of(tokenizer), [], set()
+    encoding, parts, warnings = Encoding.of(tokenizer), [], set()
     paths = [*source.files.paths, *source.held_out_files.paths]
     with ThreadPoolExecutor() as threads:  # those that were not hashed now, because their hash is known
         list(threads.map(source.count_ids, [path for path in paths if path not in source.token_files]))
     for path in paths:
         found = source.token_files[path]
         name, start = os.path.abspath(path), found.start
-        for split, counts in zip(SPLITS, found.counts, strict=True):
+        warnings |= set(look_at_ids(encoding, np.fromfile(path, found.type, 1000, offset=start)))
+        for part_of_file, counts in zip(SPLITS, found.counts, strict=True):
             if counts[-1]:
                 problem = f"contains token ids beyond the tokenizer's {encoding.vocab_size:,} tokens"
                 raise UserError(f"{path} {problem}; pass the tokenizer that made it")
-            num_ids, table = int(counts.sum()), encoding.token_bytes
-            parts.append(
-                {
-                    "split": split if path in source.files.paths else "validation",
-                    "name": name,
-                    "start": start,
-                    "file": describe_in_place(path, found),
-                    "tokens": num_ids,
-                    "documents": int(counts[encoding.end]),
-                    "text_tokens": num_ids - int(counts[list(encoding.special)].sum()),
-                    "bytes": None if table is None else int(counts[:-1] @ table),
-                    "unknown": 0 if encoding.unknown is None else int(counts[encoding.unknown]),
-                    "content_sha256": sha256_of([f"{found.digest} {start} {num_ids}"]),
-                }
-            )
-            start += num_ids * np.dtype(found.type).itemsize
-        say_once |= set(look_at_ids(encoding, np.fromfile(path, found.type, 1000, offset=found.start)))
-    for line in (*say_once, "the token files are used in place, so they must stay where they are"):
+            split = part_of_file if path in source.files.paths else "validation"
+            part: dict[str, Any] = {
+                "split": split,
+                "name": name,
+                "start": start,
+                "file": describe_in_place(path, found),
+            }
+            part |= encoding.describe(counts[:-1])
+            parts.append(part | {"content_sha256": sha256_of([f"{found.digest} {start} {part['tokens']}"])})
+            start += part["tokens"] * np.dtype(found.type).itemsize
+    for line in (*warnings, "the token files are used in place, so they must stay where they are"):
         say(line)
     return parts
 
