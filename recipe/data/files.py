@@ -2,7 +2,6 @@
 
 import bz2
 import contextlib
-import fnmatch
 import functools
 import glob
 import gzip
@@ -32,6 +31,7 @@ KINDS = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet")
 TOKENS = ".bin"  # token ids (recipe/data/tokens.py); used only if named, because other programs use this suffix, too
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 BLOCK = 2**20
+HELD_OUT_NAMES = {"val", "valid", "validation", "test", "dev"}
 # A folder with one of these holds a run, a model, a tokenizer, a dataset or a virtual environment.
 RESULTS = {"training_config.yaml", "model.safetensors", "tokenizer_config.json", "pyvenv.cfg"}
 SAVED = {"dataset_dict.json", "dataset_info.json"}  # written by `save_to_disk` of datasets
@@ -53,7 +53,6 @@ def find_files(paths: Iterable[str], held_out: Sequence[str] = ()) -> Files:
     is left.
     """
     files, seen, counted = Files(), {file_identity(path): "named as validation text" for path in held_out}, set()
-    sizes = {os.path.getsize(path) for path in held_out}
     for path in paths:
         if Path(path).is_file():
             names = {path: kind_of(path) and None}  # raises for an unsupported one
@@ -73,36 +72,38 @@ def find_files(paths: Iterable[str], held_out: Sequence[str] = ()) -> Files:
             raise UserError(f"there is no file of a supported kind in {path}: {kinds}{hint}")
         for name, ignored in names.items():
             reason = ignored or seen.get(file_identity(name))
-            if compression_of(name) and os.path.splitext(name)[0] in names:
+            if compression_of(name) and names.get(os.path.splitext(name)[0], "no such file") is None:
                 reason = reason or "compressed copy of a file beside it"
-            if not reason and os.path.getsize(name) in sizes and _is_copy(name, held_out):
-                reason = "copy of validation text"
             if reason:
                 files.ignored[reason] += os.path.realpath(name) not in counted
                 counted.add(os.path.realpath(name))
             else:
                 files.paths.append(name)
                 seen[file_identity(name)] = "named twice"
+    copies = find_copies(files.paths, held_out)
+    files.paths = [path for path in files.paths if path not in copies]
+    files.ignored.update({"copy of validation text": len(copies)} if copies else {})
     if not files.paths and files.ignored:
         raise UserError("all files of --train_file are files of --validation_file, too, or copies of them")
     return files
 
 
-def _is_copy(name: str, others: Sequence[str]) -> bool:
-    digest, *digests = digest_files([name, *others])
-    return digest in digests
+def find_copies(paths: Sequence[str], others: Sequence[str]) -> set[str]:
+    """Return the paths of text with the content of another file. Token files are compared when they are read."""
+    sizes = {os.path.getsize(path) for path in others}
+    same_size = [path for path in paths if kind_of(path) != TOKENS and os.path.getsize(path) in sizes]
+    digests = digest_files([*same_size, *others]) if same_size else []
+    return {path for path, digest in zip(same_size, digests, strict=False) if digest in digests[len(same_size) :]}
 
 
 def name_splits(paths: Sequence[str]) -> str | None:
     """Name the files whose names say that they are not for training, beside others that are; None if none is."""
-    words = [set(re.split(r"[^a-z]+", path.lower())) for path in paths]
-    others = [
-        path for path, of in zip(paths, words, strict=True) if of & {"val", "valid", "validation", "test", "dev"}
-    ]
-    if not others or not any("train" in of for of in words):
+    words = {path: set(re.split(r"[^a-z]+", Path(path).name.lower())) for path in paths}
+    others = [path for path in paths if words[path] & HELD_OUT_NAMES and "train" not in words[path]]
+    if not others or not any("train" in of for of in words.values()):
         return None
     names = ", ".join(others[:3]) + (", ..." if others[3:] else "")
-    return f"warning: {names} are trained on, too; name the files for training, and the others as --validation_file"
+    return f"warning: used for training, too: {names}; name the files for training, and others as --validation_file"
 
 
 def _walk(folder: str) -> Iterator[str]:
@@ -127,29 +128,18 @@ def _refuse(error: OSError) -> None:
 def _match(pattern: str) -> dict[str, str | None]:
     """Return the files that match a pattern, sorted, each with the reason why it is not read, or None."""
     base = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts))
+    below_base = str(Path(pattern).relative_to(base))
+    # Path.glob does not follow links, which may lead in a circle, and takes ** at the end for folders (Python 3.12).
+    found = base.glob(f"{below_base}/*" if below_base.endswith("**") else below_base)
     is_result, names = functools.cache(holds_results), {}
-    for name in sorted(filter(os.path.isfile, _glob(pattern, base))):
-        *below, _ = Path(name).relative_to(base).parents
+    for path in sorted(filter(Path.is_file, found), key=str):
+        *below, _ = path.relative_to(base).parents
+        if "/." in f"/{path.relative_to(base)}" and "/." not in f"/{below_base}":  # hidden
+            continue
         in_results = any(is_result(base / folder) for folder in below)
         kinds = (TOKENS,) if pattern.endswith(TOKENS) else KINDS
-        names[name] = "of runs, models or datasets" if in_results else _reason(name, kinds)
+        names[str(path)] = "of runs, models or datasets" if in_results else _reason(str(path), kinds)
     return names
-
-
-def _glob(pattern: str, base: Path) -> Iterable[str]:
-    """Expand a pattern below its fixed part; `**` as a folder is walked, because glob follows links in a circle."""
-    parts = Path(pattern).relative_to(base).parts
-    if "**" not in parts:
-        return glob.glob(pattern)
-    return (str(Path(name)) for name in _walk(str(base)) if _matches(Path(name).relative_to(base).parts, parts))
-
-
-def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    if pattern and pattern[0] == "**":
-        return any(_matches(parts[start:], pattern[1:]) for start in range(len(parts) + 1))
-    if not (parts and pattern):
-        return not (parts or pattern)
-    return fnmatch.fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
 
 
 def _reason(name: str, kinds: Sequence[str] = KINDS) -> str | None:
@@ -228,43 +218,22 @@ def read_standard_library() -> Iterator[str]:
             yield path.read_text(encoding="utf-8")
 
 
-class _Decompressed(io.RawIOBase):
-    """A compressed file in the pieces that its reader returns, so that what precedes an error is not lost."""
-
-    def __init__(self, file: Any, raw: io.FileIO) -> None:
-        self.file, self.raw = file, raw
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        data = self.file.read1(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def close(self) -> None:
-        self.file.close()
-        self.raw.close()
-        super().close()
-
-
-def open_decompressed(path: str) -> io.BufferedReader:
-    """Open a file as a buffered stream of decompressed bytes."""
-    raw = io.FileIO(path)
+def open_decompressed(path: str) -> Any:
+    """Open a file as a stream of decompressed bytes with the methods of `io.BufferedReader`."""
     match compression_of(path):
         case None:
-            return io.BufferedReader(raw, BLOCK)
+            return io.BufferedReader(io.FileIO(path), BLOCK)
         case ".gz":
-            file = gzip.GzipFile(fileobj=raw)
+            return gzip.GzipFile(path)
         case ".bz2":
-            file = bz2.BZ2File(raw)
+            return bz2.BZ2File(path)
         case ".xz":
-            file = lzma.LZMAFile(raw)  # noqa: SIM115
+            return lzma.LZMAFile(path)
         case _:  # pyarrow takes no names that are not UTF-8, but open files
             import pyarrow as pa  # not at the top, because training on a packed dataset does not need it
 
-            file = pa.input_stream(pa.PythonFile(raw), compression="zstd")
-    return io.BufferedReader(_Decompressed(file, raw), BLOCK)
+            file = pa.PythonFile(io.FileIO(path))
+            return io.BufferedReader(pa.input_stream(file, compression="zstd"), BLOCK)
 
 
 # ------------------------------------------------------------------ identity

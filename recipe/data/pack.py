@@ -15,6 +15,7 @@ import secrets
 import shutil
 import signal
 import sys
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,16 +66,20 @@ class Encoding:
             problem = f"the data contains token id {bad}, but the tokenizer has {self.vocab_size:,} tokens"
             raise UserError(f"{problem}; pass the tokenizer that made the data")
 
-    def describe(self, counts: np.ndarray, num_bytes: int | None = None) -> dict[str, int | None]:
+    def describe(
+        self, counts: np.ndarray, num_bytes: int | None = None, num_documents: int | None = None
+    ) -> dict[str, int | None]:
         """Return what a stream of ids holds: `COUNTS`, and the tokens of unknown text.
 
         counts: how often each id occurs, int64 [vocabulary]. num_bytes: of the text; by default, what the ids spell.
+        num_documents: by default, the ends.
         """
         if num_bytes is None and self.token_bytes is not None:
             num_bytes = int(counts @ self.token_bytes)
         num_tokens, num_special = int(counts.sum()), int(counts[list(self.special)].sum())
         unknown = 0 if self.unknown is None else int(counts[self.unknown])
-        values = int(counts[self.end]), num_tokens, num_tokens - num_special, num_bytes
+        num_documents = int(counts[self.end]) if num_documents is None else num_documents
+        values = num_documents, num_tokens, num_tokens - num_special, num_bytes
         return {**dict(zip(COUNTS, values, strict=True)), "unknown": unknown}
 
 
@@ -90,17 +95,14 @@ class Job:
 
 
 class Packer:
-    """Writes the documents of one split to its file, and counts their ids."""
+    """Writes the documents of one split to its file, and counts them and their ids."""
 
-    def __init__(self, path: Path, encode: Encode, encoding: Encoding, parses_special: bool) -> None:
+    def __init__(self, file: IO[bytes], encode: Encode, encoding: Encoding, parses_special: bool) -> None:
         """parses_special: a text may hold special tokens, and begin and end with them."""
-        self.encode, self.encoding, self.parses_special = encode, encoding, parses_special
-        self.file, self.digest, self.counts = (
-            path.open("wb"),
-            hashlib.sha256(),
-            np.zeros(encoding.vocab_size, np.int64),
-        )
-        self.texts, self.characters, self.num_bytes = [], 0, 0
+        self.file, self.encode, self.encoding, self.parses_special = file, encode, encoding, parses_special
+        self.digest, self.counts = hashlib.sha256(), np.zeros(encoding.vocab_size, np.int64)
+        self.texts, self.characters = [], 0
+        self.num_documents = self.num_bytes = 0
 
     def add(self, text: str) -> None:
         """Add a document."""
@@ -139,6 +141,7 @@ class Packer:
         ends, prefix = np.cumsum(lengths), self.encoding.prefix
         places = np.stack([ends - lengths] * len(prefix) + [ends], axis=1).reshape(-1)
         self.write(np.insert(ids, places, np.tile([*prefix, self.encoding.end], len(ends))))
+        self.num_documents += len(ends)
 
     def write(self, ids: np.ndarray) -> None:
         """Write ids as they are."""
@@ -147,20 +150,20 @@ class Packer:
         self.digest.update(data.data)
         self.counts += np.bincount(data, minlength=len(self.counts))
 
-    def close(self, has_text: bool) -> dict:
+    def close(self, is_text: bool) -> dict:
         """Write what is left. Returns what the file holds, and the hash of its ids."""
         self.flush()
-        self.file.close()
-        counts = self.encoding.describe(self.counts, self.num_bytes if has_text else None)
+        num_bytes, num_documents = self.num_bytes if is_text else None, self.num_documents or None
+        counts = self.encoding.describe(self.counts, num_bytes, num_documents)
         return {**counts, "content_sha256": self.digest.hexdigest()}
 
 
 class UnitTokenizer:
     """Tokenizes units of a source."""
 
-    def __init__(self, job: Job, encoders: dict[str, Encode] | None = None) -> None:
-        """encoders: those that exist already, by their names."""
-        self.job, self.encoders = job, encoders or {}
+    def __init__(self, job: Job, encode: Encode | None = None) -> None:
+        """encode: if it exists already."""
+        self.job, self.encode = job, encode
         self.mark = secrets.token_hex(4)  # other jobs of an array write to the same folder
 
     def __call__(self, number: int, unit: Unit, encoder: str) -> dict:
@@ -169,13 +172,14 @@ class UnitTokenizer:
         encoder: a name for `build_encoder`. Raises `UserError` if the text cannot be read or the disk is full.
         """
         job, folder = self.job, Path(self.job.folder)
-        if encoder not in self.encoders:
-            parse = job.source.parse_special_tokens
-            self.encoders[encoder] = build_encoder(job.encoding.tokenizer_json, encoder, parse)
+        if self.encode is None:
+            self.encode = build_encoder(job.encoding.tokenizer_json, encoder, job.source.parse_special_tokens)
         partial = {split: folder / f".{split}-{number:05d}-{self.mark}" for split in (*job.splits, "unit")}
         try:
             (folder / "units").mkdir(exist_ok=True)
-            summary = self._pack(unit, partial, self.encoders[encoder])
+            with contextlib.ExitStack() as files:
+                opened = {split: files.enter_context(partial[split].open("wb")) for split in job.splits}
+                summary = self._pack(unit, opened, self.encode)
             partial["unit"].write_text(json.dumps(summary))
             for split in job.splits:
                 os.replace(partial[split], folder / f"{split}-{number:05d}.bin")
@@ -188,32 +192,39 @@ class UnitTokenizer:
                 path.unlink(missing_ok=True)
         return summary
 
-    def _pack(self, unit: Unit, partial: dict[str, Path], encode: Encode) -> dict:
-        job, report, rows = self.job, Report(), []
+    def _pack(self, unit: Unit, files: Mapping[str, IO[bytes]], encode: Encode) -> dict:
+        job, report, rows, lengths, has_text = self.job, Report(), [], set(), False
         tools = encode, job.encoding, job.source.parse_special_tokens
-        packers = {split: Packer(partial[split], *tools) for split in job.splits}
-        has_text = False
+        packers = {split: Packer(file, *tools) for split, file in files.items()}
+
+        def add_rows(are_blocks: bool = False) -> None:
+            for split, packer in packers.items():
+                own = [ids for of, ids in rows if of == split]
+                if are_blocks and own:
+                    packer.write(np.concatenate(own))
+                else:
+                    packer.add_rows(own)
+            rows.clear()
+
         for split, text in read_unit(job.source, unit, report):
             if isinstance(text, str):
                 has_text = True
                 if packer := packers.get(split):
                     packer.add(text)
-            else:
-                job.encoding.check(text)
-                rows.append((split, text.astype(id_type_of(job.encoding.vocab_size))))
-        if has_text and rows:
+                continue
+            job.encoding.check(text)
+            rows.append((split, text.astype(id_type_of(job.encoding.vocab_size))))
+            lengths.add(len(text))
+            if len(lengths) > 1 and len(rows) >= MIN_BLOCKS:  # else they may be blocks of one stream
+                add_rows()
+        if has_text and lengths:
             raise UserError("some documents are text and some are token ids; prepare them separately")
-        are_blocks = len(rows) >= MIN_BLOCKS and len({len(ids) for _, ids in rows}) == 1
+        are_blocks = len(lengths) == 1 and len(rows) >= MIN_BLOCKS
         if are_blocks and not job.source.has_validation:  # neighbors are parts of one document
             limit = len(rows) - max(1, round(len(rows) * job.source.held_out_share))
             rows = [(SPLITS[number >= limit], ids) for number, (_, ids) in enumerate(rows)]
-        for split, packer in packers.items():
-            own = [ids for of, ids in rows if of == split]
-            if are_blocks:
-                packer.write(np.concatenate(own or [np.empty(0, np.int64)]))
-            else:
-                packer.add_rows(own)
-        splits = {name: packer.close(has_text=not rows) for name, packer in packers.items()}
+        add_rows(are_blocks)
+        splits = {split: packer.close(is_text=not lengths) for split, packer in packers.items()}
         return {"type": id_type_of(job.encoding.vocab_size), "report": report, "splits": splits}
 
 

@@ -19,6 +19,7 @@ import functools
 import hashlib
 import itertools
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -201,10 +202,10 @@ def metadata_of(dataset: Any) -> dict[str, Any]:
     }
 
 
-def bytes_of_text(dataset: Any, num_text_tokens: int) -> float | None:
-    """Return the bytes of so many text tokens of a validation split, None if nobody knows. dataset: as above."""
+def bytes_per_token(dataset: Any) -> float | None:
+    """Return the bytes of a text token in the validation split; None if nobody knows. dataset: as above."""
     counts = metadata_of(dataset)["splits"]["validation"]
-    return None if counts["bytes"] is None else num_text_tokens * counts["bytes"] / max(1, counts["text_tokens"])
+    return None if counts["bytes"] is None else counts["bytes"] / max(1, counts["text_tokens"])
 
 
 def add_known(counts: Iterable[int | None]) -> int | None:
@@ -246,10 +247,14 @@ def read_metadata(directory: Path) -> dict[str, Any]:
         metadata = json.loads((directory / "metadata.json").read_text())
         if (version := metadata["format_version"]) != FORMAT_VERSION:
             raise UserError(f"it has format {version}, not {FORMAT_VERSION}")
+        for name, start, count in (place for split in SPLITS for place in metadata["splits"][split]["stretches"]):
+            described = metadata["files"][name]
+            if start + count * np.dtype(described["type"]).itemsize > described["bytes"]:
+                raise UserError(f"{name} is too short")
         for name, described in metadata["files"].items():
-            if "digest" in described:  # a file of another program
+            if "digest" in described and os.path.isabs(name):  # a file of another program
                 continue
-            if Path(name).name != name:
+            if "digest" in described or Path(name).name != name:
                 raise UserError(f"{name} is not a file in it")
             if (actual := (directory / name).stat().st_size) != described["bytes"]:
                 raise UserError(f"{name} has {actual} bytes instead of {described['bytes']}")

@@ -57,7 +57,6 @@ from recipe.data.tokenizer import (
     train_tokenizer,
     unknown_id,
 )
-from recipe.data.tokens import describe_in_place
 from recipe.disk import lock
 from recipe.environment import count_cpus
 from recipe.errors import UserError
@@ -71,7 +70,6 @@ LOCK_NAME, COMPLETE_NAME, METADATA_NAME = ".lock", ".complete", "metadata.json"
 # What a packed dataset consists of, this format's and the earlier one's.
 PARTS = re.compile(rf"({'|'.join(SPLITS)})(-\d+\.bin)?|tokenizer|dataset_dict\.json|metadata\.json")
 WORTH_A_WARNING = 0.01  # share of the tokens that are unknown text, or padding
-SHOWN = ("documents", "tokens", "bytes")
 LARGE_VALIDATION = 3  # times the percentage that is held out
 say = functools.partial(print, flush=True)
 
@@ -127,7 +125,7 @@ def prepare_dataset(
                 failure = error
         return finish(target, tokenizer, len(units), failure)
     except OSError as error:
-        raise UserError(f"cannot write the dataset {directory}: {error.strerror or error}") from error
+        raise UserError(f"cannot prepare the dataset {directory}: {error.strerror or error}") from error
 
 
 def inputs_of(
@@ -279,7 +277,7 @@ def tokenize(
                 say(line)
         say(f"units: {len(numbers):,}, processes: {num_workers}")
         if workers is None:
-            UnitTokenizer(job, {name: encode} if encode else {})(numbers[0], units[numbers[0]], name)
+            UnitTokenizer(job, encode)(numbers[0], units[numbers[0]], name)
             return
         num_bytes = sum(units[number].num_bytes for number in numbers) or None
         options = {"unit": "B", "unit_scale": True, "dynamic_ncols": True, **progress_target()}
@@ -358,7 +356,8 @@ def finish(
         finish_replacement(directory)
         if others := [path.name for path in directory.glob(".*.partial")]:
             say(f"{directory} also holds unfinished preparations, of other text or options: {', '.join(others)}")
-    documents, tokens, num_bytes = (sum(split[key] or 0 for split in metadata["splits"].values()) for key in SHOWN)
+    shown = ("documents", "tokens", "bytes")
+    documents, tokens, num_bytes = (sum(split[key] or 0 for split in metadata["splits"].values()) for key in shown)
     seconds = time.perf_counter() - target.started_at
     say(f"packed into {directory} in {seconds:.1f} s ({num_bytes / 1e6 / seconds:.1f} MB/s):")
     say(f"  {documents:,} documents, {tokens:,} tokens")
@@ -411,31 +410,34 @@ def list_parts(target: Target, num_units: int, report: Report) -> list[dict[str,
 
 
 def read_token_parts(source: TextSource, tokenizer: "PreTrainedTokenizerFast") -> list[dict[str, Any]]:
-    """Return what the parts of token files hold. Raises `UserError` if the tokenizer does not have an id."""
-    encoding, parts, warnings = Encoding.of(tokenizer), [], set()
+    """Return what the parts of token files hold.
+
+    Raises `UserError` if the tokenizer does not have an id, or if a training file is a copy of a validation file.
+    """
+    encoding, parts = Encoding.of(tokenizer), []
     paths = [*source.files.paths, *source.held_out_files.paths]
     with ThreadPoolExecutor() as threads:  # those that were not hashed now, because their hash is known
         list(threads.map(source.count_ids, [path for path in paths if path not in source.token_files]))
+    held_out = {source.token_files[path]["digest"]: path for path in source.held_out_files.paths}
     for path in paths:
-        found = source.token_files[path]
-        name, start = os.path.abspath(path), found.start
-        warnings |= set(look_at_ids(encoding, np.fromfile(path, found.type, 1000, offset=start)))
-        for part_of_file, counts in zip(SPLITS, found.counts, strict=True):
-            if counts[-1]:
-                problem = f"contains token ids beyond the tokenizer's {encoding.vocab_size:,} tokens"
-                raise UserError(f"{path} {problem}; pass the tokenizer that made it")
-            split = part_of_file if path in source.files.paths else "validation"
-            part: dict[str, Any] = {
-                "split": split,
-                "name": name,
-                "start": start,
-                "file": describe_in_place(path, found),
-            }
-            part |= encoding.describe(counts[:-1])
-            parts.append(part | {"content_sha256": sha256_of([f"{found.digest} {start} {part['tokens']}"])})
-            start += part["tokens"] * np.dtype(found.type).itemsize
-    for line in (*warnings, "the token files are used in place, so they must stay where they are"):
+        name, file, is_train = os.path.abspath(path), source.token_files[path], path in source.files.paths
+        start, counts = file["start"], file["counts"]
+        if counts[:, -1].any():
+            problem = f"contains token ids beyond the tokenizer's {encoding.vocab_size:,} tokens"
+            raise UserError(f"{path} {problem}; pass the tokenizer that made it")
+        if is_train and file["digest"] in held_out:
+            raise UserError(f"{path} is a copy of {held_out[file['digest']]}, the validation file")
+        described = {key: value for key, value in file.items() if key not in ("start", "counts")}
+        for split, own in zip(SPLITS if is_train else ("validation",) * 2, counts[:, :-1], strict=True):
+            held = encoding.describe(own)
+            content = sha256_of([f"{file['digest']} {start} {held['tokens']}"])
+            place = {"split": split, "name": name, "start": start, "file": described}
+            parts.append({**place, **held, "content_sha256": content})
+            start += (held["tokens"] or 0) * np.dtype(file["type"]).itemsize
+    first = source.token_files[paths[0]]
+    for line in look_at_ids(encoding, np.fromfile(paths[0], first["type"], 1000, offset=first["start"])):
         say(line)
+    say("the token files are used in place, so they must stay where they are")
     return parts
 
 
@@ -507,7 +509,8 @@ def finish_replacement(directory: Path) -> None:
     complete = directory / COMPLETE_NAME
     if (complete / METADATA_NAME).exists():
         (directory / METADATA_NAME).unlink(missing_ok=True)
-        new = {"tokenizer", *json.loads((complete / METADATA_NAME).read_text())["files"]}
+        files = json.loads((complete / METADATA_NAME).read_text())["files"]
+        new = {"tokenizer", *(name for name, file in files.items() if "digest" not in file)}  # those are not moved
         for path in directory.iterdir():  # a process that was killed may have moved some of the new ones
             if PARTS.fullmatch(path.name) and (path.name not in new or (complete / path.name).exists()):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

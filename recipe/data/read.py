@@ -29,7 +29,6 @@ from recipe.data.source import TextSource
 from recipe.errors import UserError, one_line
 
 SHOWN_ERRORS, MOST_FINDINGS = 10, 50
-LONGEST_NAME = 60  # characters shown of a column's name, which is text in a CSV file without a header
 TOKENIZER_CHARACTERS = 2_000_000_000  # the most that a tokenizer is trained on
 ROWS_PER_READ = 100
 MOST_COUNTED = 10_000  # documents; up to this number, exactly the percentage is held out
@@ -37,7 +36,7 @@ LONGEST_SEARCH = 8_000_000  # bytes after the start of a unit in which a separat
 FEW_BYTES, SMALL_SHARE = 10, 0.001  # that are not UTF-8, in a text that is UTF-8
 MASK = "attention_mask"  # a column beside token ids: 0 for padding
 LONG_RUN = 8  # equal ids at the end of a row; so many are rarely anything but padding
-# What only reading the text reveals: findings, and how often. They are printed, but for the last three.
+# What only reading the text reveals: findings, and how often. They are printed, but for SILENT ones.
 Report = Counter[str]
 BLANK = "rows without text (null, empty or blank)"
 SKIPPED = "lines, rows, or ends of files, that cannot be read"
@@ -77,14 +76,16 @@ def _choose_threshold(source: TextSource, units: list[Unit]) -> int:
     """
     parts = [part for unit in units for part in unit.parts if part.hold_out.by_hash]
     by_percentage, hashes, count, characters = parts[0].hold_out.threshold, set(), 0, 0
+    lowest, highest = 2**64, -1
     is_exact = len(units) == 1
     for part in parts:
         for _, text in read_unit(source, Unit([part], 0), Report()):
-            hashes.add(hash64(text))
+            hashes.add(value := hash64(text))
+            lowest, highest = min(lowest, value), max(highest, value)
             count += 1
             characters += len(text)
             is_exact = is_exact and count < MOST_COUNTED and characters < SMALL_SOURCE
-            if not is_exact and min(hashes) < by_percentage <= max(hashes):
+            if not is_exact and lowest < by_percentage <= highest:
                 return by_percentage
     ordered = sorted(hashes)
     share = by_percentage / 2**64 * len(ordered) if is_exact else sum(value < by_percentage for value in ordered)
@@ -141,7 +142,7 @@ def read_sample(source: TextSource, units: list[Unit]) -> list[str | np.ndarray]
                 break
         if texts:
             return texts
-    findings = [f"{finding}: {count:,}" for finding, count in report.items()]
+    findings = [f"{finding.removeprefix('warning: ')}: {count:,}" for finding, count in report.items()]
     reason = "; ".join(findings[:SHOWN_ERRORS]) or "it is empty or contains only whitespace"
     raise UserError(f"there is no text in {source.name}: {reason}")
 
@@ -156,23 +157,25 @@ class PartReader:
         self.source, self.part, self.report = source, part, report
         self.where = part.path if isinstance(part, FilePart) else f"dataset {source.dataset_name}"
         self.kind = kind_of(part.path) if isinstance(part, FilePart) else ""
-        self.num_read = self.num_bad = self.num_zero = 0  # characters; bytes that were not UTF-8; of these, NUL
+        self.num_bytes = self.num_bad = self.num_zero = 0  # read; not UTF-8; NUL
         self.is_cut = False  # whether the rest of a stream cannot be read
         self.number, self.first_number = 0, 0  # of the row or line, from 1; how many precede the part
+        self.position = 0  # byte after the line
 
     def documents(self) -> Iterator[Document]:
         errors = (Exception,) if self.source.dataset_name else READ_ERRORS  # the Hub's libraries raise various errors
         try:
             for split, text in self._read_text() if self.kind in (".txt", ".md") else self._read_rows():
-                self.num_read += len(text)
-                if isinstance(text, str) and (count := text.count("\r\n")):
-                    self.report[WINDOWS_ENDS] += count
+                if isinstance(text, str):
+                    self.num_bytes += len(text) if text.isascii() else len(text.encode())
+                    if count := text.count("\r\n"):
+                        self.report[WINDOWS_ENDS] += count
                 yield Document(split or self.part.hold_out.split_of(text), text)
         except (GeneratorExit, UserError):  # at interpreter exit, the names below may no longer exist
             raise
         except errors as error:
             self._skip_rest(error)
-        if is_other_encoding(self.num_bad, self.num_read):  # each row has only a few
+        if is_other_encoding(self.num_bad, self.num_bytes):  # each row has only a few
             raise UserError(self._not_utf8(self.num_zero))
 
     def _skip_rest(self, error: Exception) -> None:
@@ -216,15 +219,12 @@ class PartReader:
         """Name the file, or dataset, and the line or row that is being read."""
         if not self.number:
             return self.where
+        if self.first_number and self.kind == ".jsonl":  # nobody has counted the lines before this part
+            return f"{self.where}, the line that ends at byte {self.position:,}"
         word = "line" if self.kind in (".jsonl", ".csv") else "row"
-        before = self.first_number
-        if self.kind == ".jsonl" and before:  # a byte
-            with open(self.where, "rb") as file:
-                sizes = itertools.repeat(BLOCK, before // BLOCK), [before % BLOCK]
-                before = sum(file.read(size).count(b"\n") for size in itertools.chain(*sizes))
-        return f"{self.where}, {word} {before + self.number:,}"
+        return f"{self.where}, {word} {self.first_number + self.number:,}"
 
-    def read(self, stream: io.BufferedReader, size: float) -> bytes:
+    def read(self, stream: Any, size: float) -> bytes:
         """Read up to so many bytes. What precedes an error in a compressed file is text; the rest is skipped."""
         blocks = []
         while size > 0 and not self.is_cut:
@@ -254,7 +254,7 @@ class PartReader:
             else:
                 yield from self._read_stretch(stream, os.path.getsize(self.part.path))
 
-    def _read_separated(self, stream: io.BufferedReader, separator: str) -> Iterator[tuple[None, str]]:
+    def _read_separated(self, stream: Any, separator: str) -> Iterator[tuple[None, str]]:
         """Yield the documents between separators that begin in a part of a text."""
         part, pattern, start, num_bytes = self.part, separator_pattern(separator), 0, math.inf
         assert isinstance(part, FilePart)
@@ -270,7 +270,7 @@ class PartReader:
             if text and not text.isspace():
                 yield None, text
 
-    def _split(self, stream: io.BufferedReader, num_bytes: float, pattern: re.Pattern) -> Iterator[bytes]:
+    def _split(self, stream: Any, num_bytes: float, pattern: re.Pattern) -> Iterator[bytes]:
         """Yield the pieces of the next bytes between the matches of a pattern."""
         rest = b""
         # More for a long piece, which is searched again.
@@ -315,7 +315,7 @@ class PartReader:
                 text = text.encode(errors="surrogateescape")
             if isinstance(text, bytes) and (text := self.decode(text)) is None:
                 continue
-            if text is None or (isinstance(text, str) and (not text or text.isspace())):
+            if text is None or text == [] or (isinstance(text, str) and (not text or text.isspace())):
                 report[BLANK] += 1
             elif isinstance(text, str):
                 yield None, text
@@ -335,11 +335,11 @@ class PartReader:
             else:
                 report[BLANK] += 1
 
-    def _note_columns(self, row: dict) -> None:
-        """Note where else a row has text."""
+    def _note_columns(self, row: dict, count: int = 1) -> None:
+        """Note where else so many rows like this one have text."""
         found = []
         for name, value in row.items():
-            shown = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
+            shown = name[:60]  # in a CSV file without a header, it is text
             if isinstance(value, str) or token_ids(value) is not None:
                 header = "; if that is text, insert a first line that names the columns" * (self.kind == ".csv")
                 found.append(f"but text in column {shown} (pass --text_column_name '{shown}'{header})")
@@ -353,7 +353,7 @@ class PartReader:
         for what in found or ["and without any other text"]:
             finding = f"warning: rows without a column {' or '.join(map(repr, self.source.text_column_name))}, {what}"
             if finding in self.report or len(self.report) < MOST_FINDINGS:
-                self.report[finding] += 1
+                self.report[finding] += count
 
     def _rows(self) -> Iterator[Any]:
         """Yield the rows of the part, and set `number`."""
@@ -385,8 +385,8 @@ class PartReader:
             groups = range(file.num_row_groups) if part.stop is None else range(part.start, part.stop)
             self.first_number = sum(sizes[: groups.start])
             if (column := self.source.column_in(schema.names)) is None:
-                first = next(file.iter_batches(1, groups)).to_pylist()
-                yield from itertools.repeat(first[0], sum(sizes[number] for number in groups))
+                for batch in itertools.islice(file.iter_batches(1, groups), 1):
+                    self._note_columns(batch.to_pylist()[0], sum(sizes[number] for number in groups))
                 return
             if schema.names.count(column) > 1:
                 raise UserError(f"{part.path} has {schema.names.count(column)} columns named '{column}'; rename one")
@@ -398,7 +398,7 @@ class PartReader:
                     columns = [batch.column(column).cast(pa.binary()).to_pylist()]
                 yield from (dict(zip(names, values, strict=False)) for values in zip(*columns, strict=True))
 
-    def _read_csv(self, stream: io.BufferedReader) -> Iterator[dict]:
+    def _read_csv(self, stream: Any) -> Iterator[dict]:
         """Yield the rows. A quote that is not closed ends the file: nobody knows where the next row begins."""
         lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
         reader, names = csv.reader(lines, strict=True), None
@@ -421,20 +421,20 @@ class PartReader:
             elif fields:
                 yield dict(zip(names, fields, strict=True))
 
-    def _read_jsonl(self, stream: io.BufferedReader, part: FilePart) -> Iterator[Any]:
+    def _read_jsonl(self, stream: Any, part: FilePart) -> Iterator[Any]:
         """Yield the rows of the lines that begin in a part."""
         from orjson import loads
 
-        position, stop = 0, math.inf
+        stop = math.inf
         if part.stop is not None:
             size, pattern = os.path.getsize(part.path), separator_pattern(None)
-            position, stop = (find_start(stream, at, size, pattern) for at in (part.start, part.stop))
-            self.first_number = position
-            stream.seek(position)
+            self.position, stop = (find_start(stream, at, size, pattern) for at in (part.start, part.stop))
+            self.first_number = part.start
+            stream.seek(self.position)
         for line in stream:
-            if position >= stop:
+            if self.position >= stop:
                 return
-            position += len(line)
+            self.position += len(line)
             self.number += 1
             try:
                 yield loads(line)

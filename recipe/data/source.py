@@ -22,7 +22,7 @@ from recipe.data.files import (
     kind_of,
 )
 from recipe.data.tokenizer import count_ids
-from recipe.data.tokens import TokenFile, read_token_file
+from recipe.data.tokens import read_token_file
 from recipe.errors import UserError, check_local_path, one_line
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class TextSource:
     text_column_name: the text of a row is in the first of these columns that it has.
     document_separator: cuts text files into documents, for example a blank line; without it, a file is a document.
     parse_special_tokens: whether special tokens of the tokenizer in a text become their ids.
-    vocab_size: of the tokenizer that made token files, which have ids of 16 bits up to 65,536 tokens, else of 32.
+    vocab_size: of the tokenizer that made token files; see `find_tokens`.
     """
 
     train_files: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ class TextSource:
 
     @property
     def is_tokenized(self) -> bool:
-        """Whether the files hold packed token ids. Raises `UserError` if only some of them do."""
+        """Whether the files are token files of other programs. Raises `UserError` if only some of them are."""
         paths = [*self.files.paths, *self.held_out_files.paths]
         count = sum(kind_of(path) == TOKENS for path in paths)
         if 0 < count < len(paths):
@@ -171,8 +171,8 @@ class TextSource:
         return hashlib.sha256(repr(sorted(files)).encode()).hexdigest()
 
     @functools.cached_property
-    def token_files(self) -> dict[str, TokenFile]:
-        """What `count_ids` has read so far, by path."""
+    def token_files(self) -> dict[str, dict[str, Any]]:
+        """What `count_ids` has read so far, by path: see `read_token_file`."""
         return {}
 
     def count_ids(self, path: str) -> str:
@@ -180,7 +180,7 @@ class TextSource:
         self.token_files[path] = read_token_file(
             path, self.vocab_size, not self.has_validation and self.held_out_share
         )
-        return self.token_files[path].digest
+        return self.token_files[path]["digest"]
 
     @property
     def held_out_share(self) -> float:
@@ -242,7 +242,6 @@ def open_hub_splits(name: str, config_name: str | None, commit: str | None) -> d
     import datasets  # imported here because it takes a second, which files do not need
 
     folder, opened = Path(name), {}
-    roots = [folder.absolute(), folder.resolve()] if folder.is_dir() else []
     check_local_path(name)
     try:
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
@@ -251,13 +250,11 @@ def open_hub_splits(name: str, config_name: str | None, commit: str | None) -> d
                 num_shards = max(1, min(len(rows), NUM_UNITS, (rows.data.nbytes or 0) // SMALLEST_UNIT))
                 shards = rows.with_format(None).to_iterable_dataset(num_shards=num_shards)
                 opened[split] = OpenedSplit(shards, [file["filename"] for file in rows.cache_files])
+                check_inside(name, opened[split].files)
             return opened
         builder: Any = datasets.load_dataset_builder(name, config_name, revision=commit)
         for files in builder.config.data_files.values():
-            for path in files:  # as the card says, which a stranger has written
-                is_own = path.startswith(f"hf://datasets/{name}@") and ".." not in Path(path).parts
-                if not (is_own or any(Path(os.path.abspath(path)).is_relative_to(root) for root in roots)):
-                    raise UserError(f"the card of dataset {name} names a file outside of it: {path}")
+            check_inside(name, files)
         for split, rows in builder.as_streaming_dataset().items():
             opened[split] = OpenedSplit(rows.reshard(), list(builder.config.data_files[split]))
         return opened
@@ -265,6 +262,17 @@ def open_hub_splits(name: str, config_name: str | None, commit: str | None) -> d
         raise
     except Exception as error:  # the Hub client, datasets and the file system raise various errors
         raise UserError(f"cannot open dataset {name}: {one_line(error)}") from error
+
+
+def check_inside(name: str, paths: Iterable[str]) -> None:
+    """Raise `UserError` for a file outside of a dataset, which its card, written by a stranger, may name."""
+    folder = Path(name)
+    roots = [folder.absolute(), folder.resolve()] if folder.is_dir() else []
+    for path in paths:
+        is_own = path.startswith(f"hf://datasets/{name}@") and ".." not in Path(path).parts
+        is_own = is_own or any(Path(os.path.abspath(path)).is_relative_to(root) for root in roots if "://" not in path)
+        if not is_own:
+            raise UserError(f"dataset {name} names a file outside of it: {path}")
 
 
 def source_from(config: TrainConfig | Namespace) -> TextSource:

@@ -6,7 +6,7 @@ packed dataset names them, with their size, time and hash (recipe/data/packed.py
 """
 
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -15,19 +15,6 @@ from recipe.errors import UserError
 
 HEADER, MAGIC, VERSION = 256, 20240520, 1  # number of int32 values, and the first two
 CHUNK = 2**22  # ids read at a time
-
-
-class TokenFile(NamedTuple):
-    """What a file of token ids holds.
-
-    counts: of its training and its validation part, how often each id occurs, int64 [vocabulary + 1]; the last number
-    is that of all ids beyond the vocabulary. digest: as of `digest_file`.
-    """
-
-    start: int  # byte of the first id
-    type: str  # of an id, for numpy
-    counts: tuple[np.ndarray, np.ndarray]
-    digest: str
 
 
 def find_tokens(path: str, vocab_size: int) -> tuple[int, int, str]:
@@ -62,37 +49,38 @@ def id_type_of(vocab_size: int) -> str:
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
-def read_token_file(path: str, vocab_size: int, held_out_share: float) -> TokenFile:
+def read_token_file(path: str, vocab_size: int, held_out_share: float) -> dict[str, Any]:
     """Hash and count the ids of a file in one pass. Its last ids are the validation part.
 
-    Raises `UserError` as `find_tokens`.
+    Returns how the metadata of a dataset describe a file that it uses in place, the byte at which the ids start, and
+    the `counts` of both parts: how often each id occurs, int64 [vocabulary + 1], the last for all ids beyond. Raises
+    `UserError` as `find_tokens`, and if the file cannot be read.
     """
     import xxhash  # not at the top, because training on a packed dataset does not need it
 
-    start, count, id_type = find_tokens(path, vocab_size)
-    left, digest = count - round(count * held_out_share), xxhash.xxh3_128()
-    counts = np.zeros(vocab_size + 1, np.int64), np.zeros(vocab_size + 1, np.int64)
-    with open(path, "rb") as file:
-        digest.update(file.read(start))
-        while len(ids := np.fromfile(file, id_type, CHUNK)):
-            digest.update(ids.data)
-            if ids.max() > vocab_size:
-                ids = np.minimum(ids, vocab_size)
-            for part, own in zip(counts, np.split(ids, [max(0, left)]), strict=True):
-                np.add(part, np.bincount(own, minlength=vocab_size + 1), out=part)
-            left -= len(ids)
-    return TokenFile(start, id_type, counts, f"{os.path.getsize(path)} {digest.hexdigest()}")
-
-
-def describe_in_place(path: str, found: TokenFile) -> dict[str, Any]:
-    """Return how the metadata of a dataset describe a file that it uses in place."""
-    status = os.stat(path)
-    return {"type": found.type, "bytes": status.st_size, "modified_ns": status.st_mtime_ns, "digest": found.digest}
+    try:
+        status, (start, count, id_type) = os.stat(path), find_tokens(path, vocab_size)
+        left, digest = count - round(count * held_out_share), xxhash.xxh3_128()
+        counts = np.zeros((2, vocab_size + 1), np.int64)
+        with open(path, "rb") as file:
+            digest.update(file.read(start))
+            while len(ids := np.fromfile(file, id_type, CHUNK)):
+                digest.update(ids.data)
+                if ids.max() > vocab_size:
+                    ids = np.minimum(ids, vocab_size)
+                parts = np.split(ids, [max(0, left)])
+                counts += [np.bincount(part, minlength=vocab_size + 1) for part in parts]
+                left -= len(ids)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    digest = f"{status.st_size} {digest.hexdigest()}"  # as of `digest_file`
+    described = {"type": id_type, "bytes": status.st_size, "modified_ns": status.st_mtime_ns, "digest": digest}
+    return {**described, "start": start, "counts": counts}
 
 
 def check_in_place(path: str, described: dict[str, Any]) -> None:
     """Raise `UserError` if a file is not the one that was described. One with another time is hashed."""
-    remedy = "put the file back, or prepare the dataset again"
+    remedy = "put the file back, or prepare the dataset again with --overwrite"
     try:
         status = os.stat(path)
     except OSError as error:

@@ -63,11 +63,12 @@ class Totals(NamedTuple):
     text_nats: float
     num_text_tokens: int
 
-    def scores(self, num_bytes: float | None) -> dict[str, float | None]:
-        """Return loss (nats per token), perplexity, and bits_per_byte of text, None if its bytes are not known.
+    def num_bytes(self, bytes_per_token: float | None) -> float | None:
+        """Return the bytes of the text, None if those of a token are not known."""
+        return None if bytes_per_token is None else self.num_text_tokens * bytes_per_token
 
-        num_bytes: of the text that the text tokens encode.
-        """
+    def scores(self, num_bytes: float | None) -> dict[str, float | None]:
+        """Return loss (nats per token), perplexity, and bits_per_byte of text, None if its bytes are not known."""
         loss, bits = self.nats / self.num_tokens, self.text_nats / math.log(2)
         bits_per_byte = None if num_bytes is None else bits / max(1, num_bytes)
         return {"loss": loss, "perplexity": exp_or_inf(loss), "bits_per_byte": bits_per_byte}

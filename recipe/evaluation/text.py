@@ -18,7 +18,7 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from recipe.data.packed import PackedDataset, bytes_of_text
+from recipe.data.packed import PackedDataset, bytes_per_token
 from recipe.data.read import read_texts
 from recipe.data.tokenizer import document_start, special_tokens, text_ids, tokenizer_sha256
 from recipe.errors import UserError
@@ -147,13 +147,13 @@ def evaluate_dataset(
     if dataset.metadata["tokenizer_sha256"] != tokenizer_sha256(tokenizer):
         remedy = "evaluate the text itself with --text_file, or prepare the dataset for this model"
         raise UserError(f"{dataset.directory} was tokenized with another tokenizer than the model's; {remedy}")
-    started_at, rows = time.perf_counter(), dataset.validation
+    started_at, rows, size = time.perf_counter(), dataset.validation, bytes_per_token(dataset)
     num_rows = min(len(rows), max_rows or len(rows))
     totals = evaluate_rows(*_scorer(model, tokenizer), rows, num_rows, batch_size)
     assert totals is not None  # nothing asks it to stop
     return {
         "name": f"{', '.join(dataset.parts or [dataset.directory.absolute().name])} validation",
-        **_scores(totals, bytes_of_text(dataset, totals.num_text_tokens)),
+        **_scores(totals, totals.num_bytes(size)),
         "bits_per_character": None,
         "context": dataset.block_size,
         "stride": dataset.block_size,

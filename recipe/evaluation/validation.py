@@ -10,7 +10,7 @@ from torch import nn
 
 from recipe.config import TrainConfig
 from recipe.data.batches import iterate_validation, to_device
-from recipe.data.packed import bytes_of_text
+from recipe.data.packed import bytes_per_token
 from recipe.data.tokenizer import text_ids
 from recipe.errors import short_reason
 from recipe.evaluation.generation import sample_text
@@ -104,6 +104,7 @@ class Validation:
         self.num_rows = sum(self.rows.values())
         self.is_text = torch.from_numpy(text_ids(dataset.tokenizer)).to(accelerator.device)
         self.vocab_size = len(self.is_text)
+        self.bytes_per_token = {name: bytes_per_token(part) for name, part in self.parts.items()}
 
     def run(self, must_stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
         """Return the results of an evaluation, or None if `must_stop` ended it.
@@ -136,7 +137,7 @@ class Validation:
             totals = evaluate_rows(module, self.is_text, part.validation, *options)
             if totals is None:
                 return None
-            scores = totals.scores(bytes_of_text(part, totals.num_text_tokens))
+            scores = totals.scores(totals.num_bytes(self.bytes_per_token[name]))
             datasets[name] = scores | {"num_rows": self.rows[name]}
         results = mean_scores(datasets, self.dataset.shares) if len(datasets) > 1 else scores
         # The prepared module enters autocast by itself, its model does not. Eager mode, because texts of all lengths

@@ -128,9 +128,9 @@ def test_a_file_beside_its_compressed_copy_is_read_once(here):
 
 def test_files_named_for_validation_among_those_for_training_are_named(here):
     assert files.name_splits(["c/train-1.jsonl", "c/validation.jsonl", "c/test.jsonl"]).startswith(
-        "warning: c/validation.jsonl, c/test.jsonl are trained on"
+        "warning: used for training, too: c/validation.jsonl, c/test.jsonl;"
     )
-    assert files.name_splits(["train/latest.txt", "train/b.txt"]) is None
+    assert files.name_splits(["/home/dev/test/train.jsonl", "/home/dev/test/train-test.jsonl"]) is None
     assert files.name_splits(["tests/validation.txt", "b.txt"]) is None
 
 
