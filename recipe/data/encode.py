@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from recipe.errors import one_line
 
 SAMPLE_CHARACTERS = 1_000_000  # compared to choose an encoder
-BATCH_CHARACTERS = 100_000  # encoded at a time, because tokenizers needs 110 to 150 bytes of memory per character
+BATCH_CHARACTERS = 300_000  # encoded at a time, because tokenizers needs 110 to 150 bytes of memory per character
 SLICE_CHARACTERS = 10_000  # of the sample, so that tokenizers encodes slices on all cores
 SEAM = 100  # characters on both sides of a cut that must have the same ids with and without it
 # gigatoken 0.10 never evicts its cache (gigatoken#36): 70 MB for English, but 14 bytes per byte of text in which no

@@ -127,6 +127,8 @@ def _refuse(error: OSError) -> None:
 
 def _match(pattern: str) -> dict[str, str | None]:
     """Return the files that match a pattern, sorted, each with the reason why it is not read, or None."""
+    if not glob.has_magic(pattern):
+        return {}
     base = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts))
     below_base = str(Path(pattern).relative_to(base))
     # Path.glob does not follow links, which may lead in a circle, and takes ** at the end for folders (Python 3.12).

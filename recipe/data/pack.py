@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 BATCH_CHARACTERS = 1_000_000  # packed at a time
-MIN_BLOCKS = 8  # rows of token ids; fewer may have one length by chance
+MIN_BLOCKS, ROWS_AT_A_TIME = 8, 1000  # rows of token ids; fewer than 8 may have one length by chance
 
 
 @dataclass(frozen=True)
@@ -161,9 +161,9 @@ class Packer:
 class UnitTokenizer:
     """Tokenizes units of a source."""
 
-    def __init__(self, job: Job, encode: Encode | None = None) -> None:
-        """encode: if it exists already."""
-        self.job, self.encode = job, encode
+    def __init__(self, job: Job, encoders: dict[str, Encode] | None = None) -> None:
+        """encoders: those that exist already, by their names for `build_encoder`."""
+        self.job, self.encoders = job, encoders or {}
         self.mark = secrets.token_hex(4)  # other jobs of an array write to the same folder
 
     def __call__(self, number: int, unit: Unit, encoder: str) -> dict:
@@ -172,14 +172,13 @@ class UnitTokenizer:
         encoder: a name for `build_encoder`. Raises `UserError` if the text cannot be read or the disk is full.
         """
         job, folder = self.job, Path(self.job.folder)
-        if self.encode is None:
-            self.encode = build_encoder(job.encoding.tokenizer_json, encoder, job.source.parse_special_tokens)
+        self.build(encoder)
         partial = {split: folder / f".{split}-{number:05d}-{self.mark}" for split in (*job.splits, "unit")}
         try:
             (folder / "units").mkdir(exist_ok=True)
             with contextlib.ExitStack() as files:
                 opened = {split: files.enter_context(partial[split].open("wb")) for split in job.splits}
-                summary = self._pack(unit, opened, self.encode)
+                summary = self._pack(unit, opened, self.encoders[encoder])
             partial["unit"].write_text(json.dumps(summary))
             for split in job.splits:
                 os.replace(partial[split], folder / f"{split}-{number:05d}.bin")
@@ -192,12 +191,18 @@ class UnitTokenizer:
                 path.unlink(missing_ok=True)
         return summary
 
+    def build(self, name: str) -> None:
+        """Build an encoder. Raises what `build_encoder` does."""
+        if name not in self.encoders:
+            options = self.job.encoding.tokenizer_json, name, self.job.source.parse_special_tokens
+            self.encoders[name] = build_encoder(*options)
+
     def _pack(self, unit: Unit, files: Mapping[str, IO[bytes]], encode: Encode) -> dict:
-        job, report, rows, lengths, has_text = self.job, Report(), [], set(), False
+        job, report, rows, kinds, are_blocks = self.job, Report(), [], set(), True
         tools = encode, job.encoding, job.source.parse_special_tokens
         packers = {split: Packer(file, *tools) for split, file in files.items()}
 
-        def add_rows(are_blocks: bool = False) -> None:
+        def add_rows() -> None:
             for split, packer in packers.items():
                 own = [ids for of, ids in rows if of == split]
                 if are_blocks and own:
@@ -207,24 +212,25 @@ class UnitTokenizer:
             rows.clear()
 
         for split, text in read_unit(job.source, unit, report):
+            kinds.add(type(text))
             if isinstance(text, str):
-                has_text = True
                 if packer := packers.get(split):
                     packer.add(text)
                 continue
             job.encoding.check(text)
+            if rows and len(rows[-1][1]) != len(rows[0][1]):  # only the last block may be shorter
+                are_blocks = False
             rows.append((split, text.astype(id_type_of(job.encoding.vocab_size))))
-            lengths.add(len(text))
-            if len(lengths) > 1 and len(rows) >= MIN_BLOCKS:  # else they may be blocks of one stream
+            if not are_blocks and len(rows) >= ROWS_AT_A_TIME:
                 add_rows()
-        if has_text and lengths:
+        if len(kinds) > 1:
             raise UserError("some documents are text and some are token ids; prepare them separately")
-        are_blocks = len(lengths) == 1 and len(rows) >= MIN_BLOCKS
+        are_blocks = are_blocks and len(rows) >= MIN_BLOCKS and len(rows[-1][1]) <= len(rows[0][1])
         if are_blocks and not job.source.has_validation:  # neighbors are parts of one document
             limit = len(rows) - max(1, round(len(rows) * job.source.held_out_share))
             rows = [(SPLITS[number >= limit], ids) for number, (_, ids) in enumerate(rows)]
-        add_rows(are_blocks)
-        splits = {split: packer.close(is_text=not lengths) for split, packer in packers.items()}
+        add_rows()
+        splits = {split: packer.close(is_text=kinds != {np.ndarray}) for split, packer in packers.items()}
         return {"type": id_type_of(job.encoding.vocab_size), "report": report, "splits": splits}
 
 
@@ -240,11 +246,14 @@ class UnitWorkers:
             for _ in range(num_workers)
         ]
         self.idle: queue.SimpleQueue = queue.SimpleQueue()
-        for process in self.processes:
-            assert process.stdin is not None  # it is a pipe
-            _send(job, process.stdin)
-            self.idle.put(process)
         self.threads = ThreadPoolExecutor(num_workers)
+        for process in self.processes:
+            self.threads.submit(self._start, process, job)
+
+    def _start(self, process: Popen, job: Job) -> None:
+        with contextlib.suppress(BrokenPipeError):  # `_run` reports it
+            _send(job, process.stdin)  # takes as long as the process takes to start
+        self.idle.put(process)
 
     def submit(self, number: int, unit: Unit, encoder: str) -> "Future[dict]":
         """Tokenize a unit as soon as a process is idle. The result is its summary."""
@@ -272,7 +281,8 @@ class UnitWorkers:
             process.wait()
 
 
-def _send(message: object, pipe: IO[bytes]) -> None:
+def _send(message: object, pipe: IO[bytes] | None) -> None:
+    assert pipe is not None
     pickle.dump(message, pipe)
     pipe.flush()
 
@@ -282,6 +292,8 @@ def main() -> None:
         if number := getattr(signal, name, None):  # Windows has no SIGHUP
             signal.signal(number, signal.SIG_IGN)
     tokenize = UnitTokenizer(pickle.load(sys.stdin.buffer))
+    with contextlib.suppress(RuntimeError, ImportError):  # most likely; meanwhile, the owner compares it
+        tokenize.build("gigatoken")
     with contextlib.suppress(BrokenPipeError, EOFError):  # the owner has ended, perhaps in the middle of a unit
         while True:
             number, unit, encoder = pickle.load(sys.stdin.buffer)

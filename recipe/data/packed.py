@@ -249,8 +249,8 @@ def read_metadata(directory: Path) -> dict[str, Any]:
             raise UserError(f"it has format {version}, not {FORMAT_VERSION}")
         for name, start, count in (place for split in SPLITS for place in metadata["splits"][split]["stretches"]):
             described = metadata["files"][name]
-            if start + count * np.dtype(described["type"]).itemsize > described["bytes"]:
-                raise UserError(f"{name} is too short")
+            if not 0 <= start <= start + count * np.dtype(described["type"]).itemsize <= described["bytes"]:
+                raise UserError(f"{name} does not hold its ids")
         for name, described in metadata["files"].items():
             if "digest" in described and os.path.isabs(name):  # a file of another program
                 continue

@@ -34,11 +34,13 @@ from recipe.data.pack import Encoding, Job, UnitTokenizer, UnitWorkers
 from recipe.data.packed import COUNTS, FORMAT_VERSION, add_known, check_splits, read_metadata
 from recipe.data.read import (
     PADDING,
+    REPLACED,
     ROW_IDS,
     SEPARATORS,
     SHOWN_ERRORS,
     SILENT,
     SKIPPED,
+    SMALL_SHARE,
     Report,
     list_units,
     read_sample,
@@ -277,7 +279,7 @@ def tokenize(
                 say(line)
         say(f"units: {len(numbers):,}, processes: {num_workers}")
         if workers is None:
-            UnitTokenizer(job, encode)(numbers[0], units[numbers[0]], name)
+            UnitTokenizer(job, {name: encode} if encode else {})(numbers[0], units[numbers[0]], name)
             return
         num_bytes = sum(units[number].num_bytes for number in numbers) or None
         options = {"unit": "B", "unit_scale": True, "dynamic_ncols": True, **progress_target()}
@@ -391,7 +393,7 @@ def summarize(target: Target, tokenizer: "PreTrainedTokenizerFast", num_units: i
         "files": {part["name"]: part["file"] for part in parts},
     }
     check_splits(metadata, 1)
-    print_report(source, report)
+    print_report(source, report, sum(split["bytes"] or 0 for split in splits.values()))
     print_counts(source, tokenizer, splits)
     (target.partial / METADATA_NAME).write_text(json.dumps(metadata, indent=2) + "\n")
     return metadata
@@ -424,7 +426,7 @@ def read_token_parts(source: TextSource, tokenizer: "PreTrainedTokenizerFast") -
         start, counts = file["start"], file["counts"]
         if counts[:, -1].any():
             problem = f"contains token ids beyond the tokenizer's {encoding.vocab_size:,} tokens"
-            raise UserError(f"{path} {problem}; pass the tokenizer that made it")
+            raise UserError(f"{path} {problem}; pass the tokenizer that made it, or little-endian ids")
         if is_train and file["digest"] in held_out:
             raise UserError(f"{path} is a copy of {held_out[file['digest']]}, the validation file")
         described = {key: value for key, value in file.items() if key not in ("start", "counts")}
@@ -450,12 +452,14 @@ def look_at_ids(encoding: Encoding, ids: np.ndarray) -> Iterator[str]:
         yield f"warning: {problem}; is this their tokenizer, and their byte order little-endian?"
 
 
-def print_report(source: TextSource, report: Report) -> None:
-    """Print what reading revealed."""
+def print_report(source: TextSource, report: Report, num_bytes: int) -> None:
+    """Print what reading so many bytes revealed."""
     skipped = [finding for finding in report if finding.startswith("skipped: ")]
     for finding, count in report.items():
         if finding not in {*SILENT, *skipped[SHOWN_ERRORS:]}:
             say(f"{finding}: {count:,}")
+    if report[REPLACED] > SMALL_SHARE * num_bytes:
+        say("warning: so many are another encoding; convert the files, from Latin-1 for example with iconv -f LATIN1")
     if report[PADDING] > WORTH_A_WARNING * report[ROW_IDS]:
         problem = f"{report[PADDING]:,} of {report[ROW_IDS]:,} token ids are runs of one id at the ends of rows"
         say(f"warning: {problem}, as padding is; mark it by 0 in a column attention_mask, or remove it")

@@ -34,6 +34,7 @@ ROWS_PER_READ = 100
 MOST_COUNTED = 10_000  # documents; up to this number, exactly the percentage is held out
 LONGEST_SEARCH = 8_000_000  # bytes after the start of a unit in which a separator is searched
 FEW_BYTES, SMALL_SHARE = 10, 0.001  # that are not UTF-8, in a text that is UTF-8
+DIALOGS = "write each as one text: 'Dialogs' in recipe/data/README.md"
 MASK = "attention_mask"  # a column beside token ids: 0 for padding
 LONG_RUN = 8  # equal ids at the end of a row; so many are rarely anything but padding
 # What only reading the text reveals: findings, and how often. They are printed, but for SILENT ones.
@@ -175,8 +176,9 @@ class PartReader:
             raise
         except errors as error:
             self._skip_rest(error)
-        if is_other_encoding(self.num_bad, self.num_bytes):  # each row has only a few
-            raise UserError(self._not_utf8(self.num_zero))
+        if not self.source.skip_bad_files and is_other_encoding(self.num_bad, self.num_bytes):  # a few in each row
+            self.number = 0
+            self.skip(self._not_utf8(self.num_zero))
 
     def _skip_rest(self, error: Exception) -> None:
         self.skip(f"cannot read {self.where}: {one_line(error).rstrip('.')}")
@@ -201,7 +203,7 @@ class PartReader:
             text = data.decode(errors="replace")
             num_bad += text.count("\ufffd") - data.count(b"\xef\xbf\xbd")
         if is_other_encoding(num_bad, len(data)):
-            self.skip(self._not_utf8(num_zero), has_remedy=True)
+            self.skip(self._not_utf8(num_zero))
             return None
         self.num_bad, self.num_zero = self.num_bad + num_bad, self.num_zero + num_zero
         if num_bad:
@@ -288,13 +290,15 @@ class PartReader:
         start, stop = (find_line(file, position, size) for position in (part.start, end))
         limit = round(size * (1 - part.hold_out.tail))
         limit = find_line(file, limit, size, reach=min(BLOCK, (size - limit) // 2))
-        cut_at = min(max(start, limit), stop)
         file.seek(start)
-        for num_bytes, is_end in ((cut_at - start, False), (stop - cut_at, True)):
-            if data := file.read(num_bytes):
-                text = self.decode(data, is_first=start == 0 and not is_end)
-                if text and not (text.isspace() and stop - start == size):  # a text may have blank lines
-                    yield "validation" if is_end else None, text
+        text = self.decode(data := file.read(stop - start), is_first=start == 0)
+        if text is None or (text.isspace() and stop - start == size):  # a part of a text may be blank
+            return
+        tail = data[max(0, limit - start) :].decode(errors="replace").replace("\0", "\ufffd")
+        if head := text[: len(text) - len(tail)]:
+            yield None, head
+        if tail and limit < stop:
+            yield "validation", text[len(head) :]
 
     # -------------------------------------------------------------- rows
 
@@ -305,14 +309,16 @@ class PartReader:
             if not isinstance(row, dict):
                 self.skip(f"{self.place()}, is a {type(row).__name__}, not an object with a text column")
                 continue
-            if (column := self.source.column_in(row)) is None:
+            if not (columns := self.source.columns_in(row)):
                 self._note_columns(row)
                 continue
+            filled = [name for name in columns if row[name] not in (None, "", [])]
+            if filled[1:]:
+                report["warning: rows with text in several columns of --text_column_name; the first was packed"] += 1
+            column = (filled or columns)[0]
             text = row[column]
             if isinstance(text, str) and ("\0" in text or not is_unicode(text)):
-                if self.kind != ".csv":  # JSON can escape half a surrogate pair, which is not a character
-                    text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-                text = text.encode(errors="surrogateescape")
+                text = text.encode(errors="surrogateescape") if self.kind == ".csv" else self._repair(text)
             if isinstance(text, bytes) and (text := self.decode(text)) is None:
                 continue
             if text is None or text == [] or (isinstance(text, str) and (not text or text.isspace())):
@@ -320,10 +326,12 @@ class PartReader:
             elif isinstance(text, str):
                 yield None, text
             elif (ids := token_ids(text)) is None:
-                is_list = isinstance(text, list) and text and all(isinstance(item, str) for item in text)
-                found = "lists of strings; join each into one text" if is_list else type(text).__name__
-                problem = f"column '{column}' holds {found}" + ", neither text nor token ids" * (not is_list)
-                self.skip(f"{self.place()}: {problem}", has_remedy=bool(is_list))
+                what, remedy = type(text).__name__, ", neither text nor token ids"
+                if isinstance(text, list) and isinstance(text[0], str):
+                    what, remedy = "lists of strings", "; join each into one text"
+                elif isinstance(text, list) and isinstance(text[0], dict):
+                    what, remedy = "dialogs", f"; {DIALOGS}"
+                self.skip(f"{self.place()}: column '{column}' holds {what}{remedy}", has_remedy=remedy.startswith(";"))
             elif (mask := row.get(MASK)) is None:
                 report[ROW_IDS] += len(ids)
                 report[PADDING] += count_padding(ids)
@@ -335,22 +343,27 @@ class PartReader:
             else:
                 report[BLANK] += 1
 
+    def _repair(self, text: str) -> str:
+        """Replace NULs, and halves of surrogate pairs, which JSON can escape, and which are no characters."""
+        repaired = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").replace("\0", "\ufffd")
+        self.report[REPLACED] += repaired.count("\ufffd") - text.count("\ufffd")
+        return repaired
+
     def _note_columns(self, row: dict, count: int = 1) -> None:
         """Note where else so many rows like this one have text."""
         found = []
         for name, value in row.items():
             shown = name[:60]  # in a CSV file without a header, it is text
-            if isinstance(value, str) or token_ids(value) is not None:
+            if isinstance(value, str) or (token_ids(value) is not None and name != MASK):
                 header = "; if that is text, insert a first line that names the columns" * (self.kind == ".csv")
                 found.append(f"but text in column {shown} (pass --text_column_name '{shown}'{header})")
             elif isinstance(value, dict):
                 texts = [key for key, text in value.items() if isinstance(text, str)]
                 found += [f"but text in column {shown}.{key} (write it into a column of its own)" for key in texts]
             elif isinstance(value, list) and value and isinstance(value[0], dict):
-                how = "write each as one text: 'Dialogs' in recipe/data/README.md"
-                found = [f"but dialogs in column {shown} ({how})"]
+                found = [f"but dialogs in column {shown} ({DIALOGS})"]
                 break
-        for what in found or ["and without any other text"]:
+        for what in found[:5] or ["and without any other text"]:
             finding = f"warning: rows without a column {' or '.join(map(repr, self.source.text_column_name))}, {what}"
             if finding in self.report or len(self.report) < MOST_FINDINGS:
                 self.report[finding] += count
@@ -384,19 +397,23 @@ class PartReader:
             )
             groups = range(file.num_row_groups) if part.stop is None else range(part.start, part.stop)
             self.first_number = sum(sizes[: groups.start])
-            if (column := self.source.column_in(schema.names)) is None:
+            if not (columns := self.source.columns_in(schema.names)):
                 for batch in itertools.islice(file.iter_batches(1, groups), 1):
                     self._note_columns(batch.to_pylist()[0], sum(sizes[number] for number in groups))
                 return
-            if schema.names.count(column) > 1:
-                raise UserError(f"{part.path} has {schema.names.count(column)} columns named '{column}'; rename one")
-            names = [column] + [MASK] * (MASK in schema.names)
+            self._check_repeated(schema.names)
+            names = columns + [MASK] * (MASK in schema.names)
             for batch in file.iter_batches(ROWS_PER_READ, groups, names, use_threads=False):
                 try:
-                    columns = [batch.column(name).to_pylist() for name in names]
+                    yield from batch.to_pylist()
                 except UnicodeDecodeError:
-                    columns = [batch.column(column).cast(pa.binary()).to_pylist()]
-                yield from (dict(zip(names, values, strict=False)) for values in zip(*columns, strict=True))
+                    table = [batch.column(name).cast(pa.binary()).to_pylist() for name in columns]
+                    yield from (dict(zip(columns, values, strict=True)) for values in zip(*table, strict=True))
+
+    def _check_repeated(self, names: list[str]) -> None:
+        for name in self.source.columns_in(names):
+            if names.count(name) > 1:
+                raise UserError(f"{self.where} has {names.count(name)} columns named '{name}'; rename one")
 
     def _read_csv(self, stream: Any) -> Iterator[dict]:
         """Yield the rows. A quote that is not closed ends the file: nobody knows where the next row begins."""
@@ -413,7 +430,9 @@ class PartReader:
                 return
             if names is None:
                 names = fields
-                self.decode(",".join(names).encode(errors="surrogateescape"))  # refuses UTF-16
+                self._check_repeated(names)
+                if "\0" in ",".join(names):
+                    raise UserError(self._not_utf8(2 * FEW_BYTES))
                 continue
             if fields and len(fields) != len(names):
                 count = f"{len(fields)} fields, the header {len(names)}"
@@ -455,8 +474,8 @@ class PartReader:
             yield from ({column: text} for text in read_standard_library())
             return
         rows = self.source.dataset[part.split].rows.shard(part.count, part.number)
-        if column := self.source.column_in(names := rows.column_names or ()):
-            rows = rows.select_columns([name for name in (column, MASK) if name in names])
+        if columns := self.source.columns_in(names := rows.column_names or ()):
+            rows = rows.select_columns(columns + [MASK] * (MASK in names))
         for batch in rows.iter(ROWS_PER_READ):
             yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
 

@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +19,7 @@ from recipe.data.files import (
     find_files,
     identify_files,
     identify_standard_library,
+    is_packed,
     kind_of,
 )
 from recipe.data.tokenizer import count_ids
@@ -38,7 +39,7 @@ class TextSource:
 
     train_files, validation_files: files, folders (all supported files in them) and glob patterns.
     dataset_revision: branch, tag or commit of a dataset on the Hub; by default the newest.
-    text_column_name: the text of a row is in the first of these columns that it has.
+    text_column_name: the text of a row is in the first of these columns in which it has some.
     document_separator: cuts text files into documents, for example a blank line; without it, a file is a document.
     parse_special_tokens: whether special tokens of the tokenizer in a text become their ids.
     vocab_size: of the tokenizer that made token files; see `find_tokens`.
@@ -115,9 +116,9 @@ class TextSource:
         """For messages."""
         return self.dataset_name or ", ".join(self.train_files[:3])
 
-    def column_in(self, names: Iterable[str]) -> str | None:
-        """Return the name of the text column among those of a row or file."""
-        return next((name for name in self.text_column_name if name in names), None)
+    def columns_in(self, names: Collection[str]) -> list[str]:
+        """Return the text columns among those of a row or file."""
+        return [name for name in self.text_column_name if name in names]
 
     @property
     def splits_lines(self) -> bool:
@@ -243,6 +244,8 @@ def open_hub_splits(name: str, config_name: str | None, commit: str | None) -> d
 
     folder, opened = Path(name), {}
     check_local_path(name)
+    if is_packed(folder):
+        raise UserError(f"{name} is a packed dataset; pass it as --dataset_dir")
     try:
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
             loaded = datasets.load_from_disk(folder)

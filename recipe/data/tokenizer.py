@@ -194,8 +194,8 @@ def list_ids(ids: int | list[int] | None) -> list[int]:
 
 def special_tokens(tokenizer: "PreTrainedTokenizerFast") -> dict[int, str]:
     """Return the tokens that stand for no text, by id. The one for unknown text does."""
-    added = tokenizer.backend_tokenizer.get_added_tokens_decoder().items()
-    special = {index: token.content for index, token in added if token.special and index != unknown_id(tokenizer)}
+    added, unknown = tokenizer.backend_tokenizer.get_added_tokens_decoder().items(), unknown_id(tokenizer)
+    special = {index: token.content for index, token in added if token.special and index != unknown}
     return special | {end_of_text(tokenizer): str(tokenizer.eos_token)}
 
 
@@ -225,7 +225,7 @@ def pre_tokenizers_of(backend: Tokenizer) -> list[dict[str, Any]]:
 def spells_bytes(backend: Tokenizer) -> bool:
     """Return whether all bytes have tokens, as in GPT-2's vocabulary and its successors'."""
     is_byte_level = any(part["type"] == "ByteLevel" for part in pre_tokenizers_of(backend))
-    return is_byte_level and set(pre_tokenizers.ByteLevel.alphabet()) <= backend.get_vocab().keys()
+    return is_byte_level and None not in map(backend.token_to_id, pre_tokenizers.ByteLevel.alphabet())
 
 
 def count_token_bytes(tokenizer: "PreTrainedTokenizerFast") -> np.ndarray | None:

@@ -256,6 +256,13 @@ def test_a_card_does_not_read_files_outside_of_its_dataset(here, place):
     Path("mine", "README.md").write_text(card.format(secret if place == "absolute" else place))
     with pytest.raises(UserError, match=r"outside of it: .*secret\.jsonl"):
         list_units(TextSource(dataset_name="mine"))
+    datasets.Dataset.from_dict({"text": ["x"]}).save_to_disk("saved")
+    Path("saved").rename("other/saved")
+    shutil.copytree("other/saved", "copy")
+    state = Path("copy", "state.json")
+    state.write_text(state.read_text().replace('"data-', '"../other/saved/data-'))
+    with pytest.raises(UserError, match="outside of it"):
+        list_units(TextSource(dataset_name="copy"))
     Path("mine", "README.md").write_text(card.format('"*.jsonl"'))
     assert texts_of(TextSource(dataset_name="mine")) == ["own text"]
 

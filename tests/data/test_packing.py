@@ -112,10 +112,11 @@ def test_a_document_ends_once(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("has_file", [False, True])
-def test_blocks_of_one_length_are_a_stream(tmp_path, tokenizer, has_file):
+@pytest.mark.parametrize("last", [10, 3])
+def test_blocks_of_one_length_are_a_stream(tmp_path, tokenizer, has_file, last):
     """As run_clm's `group_texts` writes them: nothing is added, and the last ones are for validation."""
-    stream = np.random.default_rng(0).integers(1, VOCAB_SIZE, 4000)
-    blocks = stream.reshape(-1, 10).tolist()
+    stream = np.random.default_rng(0).integers(1, VOCAB_SIZE, 3990 + last)
+    blocks = [stream[start : start + 10].tolist() for start in range(0, 4000, 10)]
     validation = (write_jsonl(tmp_path / "b.jsonl", blocks[380:]),) if has_file else ()
     source = TextSource((write_jsonl(tmp_path / "a.jsonl", blocks[: 380 if has_file else 400]),), validation)
     prepare_dataset(source, tmp_path / "d", tokenizer)
@@ -249,8 +250,13 @@ def damage(directory: Path, how: str) -> None:
     elif how == "file elsewhere":
         metadata.write_text(metadata.read_text().replace("train-00000", "../other/train-00000"))
     else:
+        content = json.loads(metadata.read_text())
         changes = {"other format": {"format_version": 99}, "fewer ids": {"vocab_size": 100}}
-        metadata.write_text(json.dumps(json.loads(metadata.read_text()) | changes[how]))
+        if how == "file of nobody":  # a stranger says that it is used in place, by a name that is not absolute
+            content["files"]["train-00000.bin"]["digest"] = "x"
+        elif how == "stretch":
+            content["splits"]["train"]["stretches"][0][1] = -5
+        metadata.write_text(json.dumps(content | changes.get(how, {})))
 
 
 DAMAGE = {  # what is damaged, and what the error must name
@@ -259,6 +265,8 @@ DAMAGE = {  # what is damaged, and what the error must name
     "no metadata": "metadata.json",
     "broken metadata": "copy",
     "file elsewhere": re.escape("../other"),
+    "file of nobody": "train-00000.bin",
+    "stretch": "train-00000.bin",
     "other format": "99",
     "fewer ids": "100",
     "other tokenizer": "tokenizer",

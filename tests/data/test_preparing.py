@@ -406,6 +406,14 @@ def test_what_is_not_in_the_dataset_is_said(tmp_path, documents, tokenizer, caps
     assert "<sep>" not in out and "take tokens: 1\n" in out and "became U+FFFD: 1\n" in out
 
 
+def test_many_small_files_in_another_encoding_are_a_warning(tmp_path, tokenizer, capsys):
+    """Each has too few bytes for an error."""
+    for number in range(99):
+        (tmp_path / f"{number}.txt").write_bytes(f"Stra\xdfe \xfcber {number}".encode("latin-1"))
+    prepare_dataset(TextSource((str(tmp_path),)), tmp_path / "d", tokenizer)
+    assert "warning: so many are another encoding" in capsys.readouterr().out
+
+
 def test_much_text_for_validation_is_said(tmp_path, tokenizer, capsys):
     """A book among notes is one document."""
     for number, text in enumerate(make_documents(49)):

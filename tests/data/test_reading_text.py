@@ -97,9 +97,12 @@ def test_the_text_of_a_row_is_in_the_first_column_that_it_has(tmp_path):
     write_jsonl(tmp_path / "c.json", ["json"])
     write_parquet(tmp_path / "d.parquet", ["parquet"], "my text")
     write_text(tmp_path / "e.txt", "txt")
+    (tmp_path / "f.jsonl").write_text('{"body": null, "content": "filled"}')
     names = ("my text", "body", "content", "text")
-    assert list(read_texts([str(tmp_path)], names, None)) == ["csv", "jsonl", "json", "parquet", "txt"]
-    assert list(read_texts([str(tmp_path)], ("content", "body"), None)) == ["csv", "jsonl", "txt"]
+    assert list(read_texts([str(tmp_path)], names, None)) == ["csv", "jsonl", "json", "parquet", "txt", "filled"]
+    assert list(read_texts([str(tmp_path)], ("content", "body"), None)) == ["csv", "jsonl", "txt", "filled"]
+    report, source = Report(), TextSource((str(tmp_path / "a.csv"),), text_column_name=("body", "n"))
+    assert texts_of(source, report=report) == ["csv"] and any("several columns" in finding for finding in report)
 
 
 def test_the_standard_library_is_a_corpus_for_the_demo():
@@ -147,9 +150,9 @@ def test_what_cannot_be_read_is_an_error_or_skipped(tmp_path, name):
     with pytest.raises(UserError, match=name) as caught:
         read(source)
     remedy = "join" if name == "words.jsonl" else "--skip_bad_files"
-    remedy = "iconv" if name.startswith(("utf16", "program")) else remedy
     assert remedy in str(caught.value) and "\n" not in str(caught.value)
     assert ("--skip_bad_files" in str(caught.value)) == (remedy == "--skip_bad_files")
+    assert ("iconv" in str(caught.value)) == name.startswith(("utf16", "program"))
     assert set(texts_of(dataclasses.replace(source, skip_bad_files=True), report=report)) == {*expected, "other"}
     assert report[SKIPPED] == num_skipped and name in next(finding for finding in report if "skipped: " in finding)
 
@@ -168,7 +171,7 @@ def test_a_bad_row_is_named_by_its_place_in_the_file(tmp_path, small_units):
     lines = [json.dumps(row) for row in documents]
     lines[50] = "{"
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    with pytest.raises(UserError, match=r"a\.jsonl, line 51 "):
+    with pytest.raises(UserError, match=r"a\.jsonl, the line that ends at byte 15,458 "):
         read(TextSource((str(tmp_path / "a.jsonl"),)))
     rows = [{"text": [[1.5]]}] * 60
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "b.parquet", row_group_size=7)
@@ -228,6 +231,23 @@ def test_few_bytes_that_are_not_utf8_are_replaced_and_many_are_another_encoding(
             read(TextSource((str(tmp_path / f"a.{kind}"),), document_separator=separator))
 
 
+def test_bad_bytes_are_those_of_the_file_wherever_they_are(tmp_path):
+    """Also in the few bytes that are held out."""
+    text = "".join(make_documents(900)).encode()
+    (tmp_path / "a.txt").write_bytes(text[:-40] + b"\xe9" * 20 + text[-20:])
+    report = Report()
+    assert "\ufffd" * 20 in texts_of(TextSource((str(tmp_path),)), "validation", report)[0]
+    assert report[REPLACED] == 20
+
+
+def test_nuls_and_half_surrogates_that_json_escapes_are_replaced(tmp_path):
+    """They are valid JSON, so no other encoding would help."""
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a%s\\ud800"}\n' % (b"\\u0000" * 50))
+    report = Report()
+    assert texts_of(TextSource((str(tmp_path),)), report=report) == ["a" + "\ufffd" * 51]
+    assert report == {REPLACED: 51}
+
+
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
@@ -261,6 +281,7 @@ def test_a_separator_that_does_not_occur_costs_no_memory_and_little_reading(tmp_
 COLUMNS = [
     ('{"messages": [{"role": "user", "content": "x"}], "id": "1"}', "messages .*'Dialogs' in recipe/data/README.md"),
     ('{"data": {"text": "x"}, "id": 1}', r"data\.text .* column of its own"),
+    ('{"text": [{"role": "user", "content": "x"}]}', "'text' holds dialogs; .*'Dialogs'"),
     ('{"body": "x", "id": 1}', "--text_column_name 'body'"),
     ('{"id": 1}', "without any other text"),
 ]
@@ -278,10 +299,19 @@ def test_the_column_that_has_the_text_is_named(tmp_path, row, expected, kind):
         read_sample(source, list_units(source))
 
 
-def test_a_repeated_column_of_parquet_is_refused(tmp_path):
+def test_a_repeated_column_is_refused(tmp_path):
     pq.write_table(pa.Table.from_arrays([pa.array(["x"])] * 2, ["text", "text"]), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"a\.parquet has 2 columns named 'text'"):
-        read(TextSource((str(tmp_path / "a.parquet"),)))
+    write_text(tmp_path / "a.csv", "text,text\nx,y\n")
+    for kind in ("parquet", "csv"):
+        with pytest.raises(UserError, match=rf"a\.{kind} has 2 columns named 'text'"):
+            read(TextSource((str(tmp_path / f"a.{kind}"),)))
+
+
+def test_an_empty_part_of_parquet_holds_no_text(tmp_path):
+    """As Spark writes it, without the column."""
+    pq.write_table(pa.table({"x": pa.array([], pa.string())}), tmp_path / "a.parquet")
+    write_parquet(tmp_path / "b.parquet", ["text"])
+    assert texts_of(TextSource((str(tmp_path),))) == ["text"]
 
 
 # ------------------------------------------------------------------ rows of token ids

@@ -181,7 +181,7 @@ SCRIPTS = [
     (f"{PREPARE} 'corpus [v2]/*.txt' --tokenizer_name small", "[[]"),
     (f"{PREPARE} empty --tokenizer_name small", "empty"),
     (f"{PREPARE} run --tokenizer_name small", "run"),  # a run's own files are no text
-    (f"{PREPARE} others/a.pdf --tokenizer_name small", "others/a.pdf .jsonl, .parquet,"),
+    (f"{PREPARE} others/a.pdf --tokenizer_name small", "others/a.pdf .jsonl, .csv,"),
     (f"{PREPARE} 'others/z.*' --tokenizer_name small", "others/z.* .zip (1)"),
     (f"{PREPARE} others --tokenizer_name small", "others .bin 'others/*.bin'"),  # other programs use the suffix, too
     (f"{PREPARE} a.txt --dataset_name x --tokenizer_name small", "--train_file --dataset_name"),
