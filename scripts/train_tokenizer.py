@@ -9,7 +9,7 @@ from recipe.arguments import CommandLine, shell_command
 from recipe.config import TEXT_OPTIONS
 from recipe.data.read import list_units, read_train_texts
 from recipe.data.source import source_from
-from recipe.data.tokenizer import describe_vocabulary, save_tokenizer, train_tokenizer
+from recipe.data.tokenizer import count_ids, save_tokenizer, train_tokenizer
 from recipe.errors import UserError, run_main
 
 
@@ -32,7 +32,7 @@ def main() -> None:
     source = source_from(args)
     tokenizer = train_tokenizer(read_train_texts(source, list_units(source)), args.vocab_size)
     save_tokenizer(tokenizer, args.output_dir)
-    print(f"trained a byte-level BPE of {describe_vocabulary(tokenizer, args.vocab_size)}")
+    print(f"trained a byte-level BPE of {count_ids(tokenizer):,} of up to {args.vocab_size:,} tokens")
     print(f"use it with {shell_command(tokenizer_name=args.output_dir)}")
 
 

@@ -33,12 +33,9 @@ from recipe.data.files import describe_files, kind_of, name_splits
 from recipe.data.pack import Encoding, Job, UnitTokenizer, UnitWorkers
 from recipe.data.packed import COUNTS, FORMAT_VERSION, add_known, check_splits, read_metadata
 from recipe.data.read import (
-    PADDING,
     REPLACED,
-    ROW_IDS,
     SEPARATORS,
     SHOWN_ERRORS,
-    SILENT,
     SKIPPED,
     SMALL_SHARE,
     Report,
@@ -50,7 +47,6 @@ from recipe.data.source import TextSource
 from recipe.data.tokenizer import (
     added_ids,
     count_ids,
-    describe_vocabulary,
     end_of_text,
     load_tokenizer,
     save_tokenizer,
@@ -238,7 +234,7 @@ def keep_tokenizer(
         assert tokenizer_vocab_size is not None  # `prepare_dataset` gets one or the other
         say("training a tokenizer; --max_minutes counts from when the text is prepared")
         tokenizer = train_tokenizer(read_train_texts(source, units), tokenizer_vocab_size)
-        size = describe_vocabulary(tokenizer, tokenizer_vocab_size)
+        size = f"{count_ids(tokenizer):,} of up to {tokenizer_vocab_size:,} tokens"
         say(f"trained a byte-level BPE of {size} in {time.perf_counter() - started_at:.1f} s")
     scratch = partial / f".tokenizer-{secrets.token_hex(4)}"
     save_tokenizer(tokenizer, scratch)
@@ -456,13 +452,10 @@ def print_report(source: TextSource, report: Report, num_bytes: int) -> None:
     """Print what reading so many bytes revealed."""
     skipped = [finding for finding in report if finding.startswith("skipped: ")]
     for finding, count in report.items():
-        if finding not in {*SILENT, *skipped[SHOWN_ERRORS:]}:
+        if finding not in {SEPARATORS, *skipped[SHOWN_ERRORS:]}:
             say(f"{finding}: {count:,}")
     if report[REPLACED] > SMALL_SHARE * num_bytes:
         say("warning: so many are another encoding; convert the files, from Latin-1 for example with iconv -f LATIN1")
-    if report[PADDING] > WORTH_A_WARNING * report[ROW_IDS]:
-        problem = f"{report[PADDING]:,} of {report[ROW_IDS]:,} token ids are runs of one id at the ends of rows"
-        say(f"warning: {problem}, as padding is; mark it by 0 in a column attention_mask, or remove it")
     if source.document_separator is not None and not report[SEPARATORS]:
         say(f"warning: --document_separator {source.document_separator!r} has no effect: no text file contains it")
 

@@ -36,14 +36,13 @@ LONGEST_SEARCH = 8_000_000  # bytes after the start of a unit in which a separat
 FEW_BYTES, SMALL_SHARE = 10, 0.001  # that are not UTF-8, in a text that is UTF-8
 DIALOGS = "write each as one text: 'Dialogs' in recipe/data/README.md"
 MASK = "attention_mask"  # a column beside token ids: 0 for padding
-LONG_RUN = 8  # equal ids at the end of a row; so many are rarely anything but padding
-# What only reading the text reveals: findings, and how often. They are printed, but for SILENT ones.
+# What only reading the text reveals: findings, and how often.
 Report = Counter[str]
 BLANK = "rows without text (null, empty or blank)"
 SKIPPED = "lines, rows, or ends of files, that cannot be read"
 REPLACED = "bytes that are not UTF-8, or NUL, and became U+FFFD"
 WINDOWS_ENDS = "Windows line ends, which stay in the text and take tokens"
-SEPARATORS, ROW_IDS, PADDING = SILENT = "separators", "token ids in rows", "token ids that may be padding"
+SEPARATORS = "separators"
 READ_ERRORS = (OSError, EOFError, ValueError, RecursionError, csv.Error, lzma.LZMAError, pa.ArrowException)
 csv.field_size_limit(2**31 - 1)
 
@@ -333,8 +332,6 @@ class PartReader:
                     what, remedy = "dialogs", f"; {DIALOGS}"
                 self.skip(f"{self.place()}: column '{column}' holds {what}{remedy}", has_remedy=remedy.startswith(";"))
             elif (mask := row.get(MASK)) is None:
-                report[ROW_IDS] += len(ids)
-                report[PADDING] += count_padding(ids)
                 yield None, ids
             elif (mask := token_ids(mask)) is None or len(mask) != len(ids):
                 self.skip(f"{self.place()}: {MASK} is not a list with one number for each id in column '{column}'")
@@ -391,10 +388,8 @@ class PartReader:
     def _read_parquet(self, part: FilePart) -> Iterator[dict]:
         with open(part.path, "rb") as opened:  # pyarrow takes no names that are not UTF-8
             file = pq.ParquetFile(opened, pre_buffer=False)
-            schema, sizes = (
-                file.schema_arrow,
-                [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)],
-            )
+            schema = file.schema_arrow
+            sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
             groups = range(file.num_row_groups) if part.stop is None else range(part.start, part.stop)
             self.first_number = sum(sizes[: groups.start])
             if not (columns := self.source.columns_in(schema.names)):
@@ -551,10 +546,3 @@ def token_ids(value: Any) -> np.ndarray | None:
     except ValueError:  # lists of several lengths
         return None
     return ids.astype(np.int64) if ids.ndim == 1 and (len(ids) == 0 or ids.dtype.kind in "iu") else None
-
-
-def count_padding(ids: np.ndarray) -> int:
-    """Return the length of a run of one id at the end of a row, if it is so long that it may be padding."""
-    others = np.flatnonzero(ids != ids[-1]) if len(ids) else ids
-    length = len(ids) - (int(others[-1]) + 1 if len(others) else 0)
-    return length if length >= LONG_RUN else 0

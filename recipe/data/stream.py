@@ -147,10 +147,8 @@ def read_stream(
 def open_stream(config: TrainConfig, dataset: PackedDataset, rank: int, gather: Gather) -> TextStream:
     """Open the run's text. dataset: its prepared part, which has its tokenizer."""
     revision = dataset.metadata["source"]["dataset_revision"]  # the commit that all processes read
-    source, encoding = (
-        source_from(dataclasses.replace(config, dataset_revision=revision)),
-        Encoding.of(dataset.tokenizer),
-    )
+    source = source_from(dataclasses.replace(config, dataset_revision=revision))
+    encoding = Encoding.of(dataset.tokenizer)
     units = [unit for unit in list_units(source) if not unit.is_validation]
     sample = [text for text in read_sample(source, units) if isinstance(text, str)]
     encoder, _, _ = choose_encoder(encoding.tokenizer_json, sample, source.parse_special_tokens)

@@ -159,13 +159,6 @@ def cut_words(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def describe_vocabulary(tokenizer: "PreTrainedTokenizerFast", vocab_size: int) -> str:
-    """Return the size of a newly trained tokenizer, and why it is not vocab_size."""
-    if (size := count_ids(tokenizer)) == vocab_size:
-        return f"{vocab_size:,} tokens"
-    return f"{size:,} tokens (the text is too small for the requested {vocab_size:,})"
-
-
 # ------------------------------------------------------------------ what its ids are
 
 

@@ -252,7 +252,7 @@ def test_a_tokenizer_that_is_trained_on_a_small_text_survives_an_interruption(tm
     """The vocabulary is smaller than requested, and a message says so."""
     made = prepare_dataset(source, tmp_path / "d", None, 2048, num_workers=1)
     assert 257 < made["vocab_size"] == len(load_tokenizer(str(tmp_path / "d" / "tokenizer"))) < 2048
-    assert f"{made['vocab_size']:,} tokens" in capsys.readouterr().out
+    assert f"{made['vocab_size']:,} of up to 2,048 tokens" in capsys.readouterr().out
     assert prepare_dataset(source, tmp_path / "e", None, 2048, share=slice(1)) is None
     monkeypatch.setattr(prepare, "train_tokenizer", lambda *_: 1 / 0)
     assert prepare_dataset(source, tmp_path / "e", None, 2048, num_workers=1) == made

@@ -149,13 +149,6 @@ def test_an_encoder_that_differs_in_one_id_is_not_used(tokenizer, monkeypatch):
     assert encode(["a plain cat"])[0].tolist() == ids_of(tokenizer, ["a plain cat"])[0]
 
 
-def test_a_tokenizer_that_is_not_bpe_encodes_itself():
-    """The description of the encoder gives the reason."""
-    encode, how = chosen(tokenizer_of(characters), [ENGLISH])
-    assert how.startswith("tokenizers") and "WordLevel" in how
-    assert encode([ENGLISH])[0].tolist() == ids_of(tokenizer_of(characters), [ENGLISH])[0]
-
-
 def with_metaspace(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     """As Llama 2's: a text that begins with a word gets a space in front, and so would a piece of it."""
     backend = Tokenizer(models.BPE(unk_token="<unk>"))
