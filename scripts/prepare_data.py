@@ -34,7 +34,6 @@ def main() -> None:
     parser.add_argument("--preprocessing_num_workers", type=int, help="processes (default: one per core)")
     parser.add_argument("--num_shards", type=int, default=1, help="number of jobs that share the work")
     parser.add_argument("--shard_index", type=int, help="number of this job, from 0")
-    parser.add_argument("--finish", action="store_true", help="only complete what the jobs have prepared")
     parser.add_argument("--inspect", type=Path, metavar="DIR", help="only print what a packed dataset holds")
     args = parser.parse_args()
     if args.inspect is not None:
@@ -49,7 +48,7 @@ def main() -> None:
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"{name} must be at least 1, got {getattr(args, name)}")
     is_array = args.num_shards > 1 or args.shard_index is not None
-    if is_array and not args.finish and args.shard_index not in range(args.num_shards):
+    if is_array and args.shard_index not in range(args.num_shards):
         raise UserError(
             f"the jobs of an array need --num_shards N and --shard_index 0 to N - 1; got {args.shard_index}"
         )
@@ -64,15 +63,13 @@ def main() -> None:
         without_template(tokenizer) if args.tokenizer_name else tokenizer,
         overwrite=args.overwrite,
         num_workers=args.preprocessing_num_workers,
-        share=slice(0) if args.finish else slice(args.shard_index, None, args.num_shards),
+        share=slice(args.shard_index, None, args.num_shards),
     )
     if metadata is not None:
         print_contents(args.output_dir, metadata)
         model = {"model_name_or_path": args.model_name_or_path} if args.model_name_or_path else {}
         command = shell_command("accelerate", "launch", "recipe/train.py", dataset_dir=args.output_dir, **model)
         print(f"train on it with: {command}")
-    elif args.finish:
-        raise UserError("run the jobs of the units that are not done, with the same options")
 
 
 def print_contents(directory: Path, metadata: dict[str, Any]) -> None:

@@ -97,7 +97,7 @@ def find_copies(paths: Sequence[str], others: Sequence[str]) -> set[str]:
 
 
 def name_splits(paths: Sequence[str]) -> str | None:
-    """Name the files whose names say that they are not for training, beside others that are; None if none is."""
+    """Return a warning if files named for validation or tests are among those for training, else None."""
     words = {path: set(re.split(r"[^a-z]+", Path(path).name.lower())) for path in paths}
     others = [path for path in paths if words[path] & HELD_OUT_NAMES and "train" not in words[path]]
     if not others or not any("train" in of for of in words.values()):

@@ -43,7 +43,7 @@ MIN_BLOCKS, ROWS_AT_A_TIME = 8, 1000  # rows of token ids; fewer than 8 may have
 
 @dataclass(frozen=True)
 class Encoding:
-    """What a process needs of a tokenizer, which takes transformers to load."""
+    """What tokenizing needs from a tokenizer, without transformers."""
 
     tokenizer_json: str
     vocab_size: int
@@ -292,7 +292,7 @@ def main() -> None:
         if number := getattr(signal, name, None):  # Windows has no SIGHUP
             signal.signal(number, signal.SIG_IGN)
     tokenize = UnitTokenizer(pickle.load(sys.stdin.buffer))
-    with contextlib.suppress(RuntimeError, ImportError):  # most likely; meanwhile, the owner compares it
+    with contextlib.suppress(RuntimeError, ImportError):  # the likely choice, which its owner is checking meanwhile
         tokenize.build("gigatoken")
     with contextlib.suppress(BrokenPipeError, EOFError):  # the owner has ended, perhaps in the middle of a unit
         while True:

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 FORMAT_VERSION = 7
-# Of a split. text_tokens: without special tokens and ends of documents. bytes: of the text that they encode, as it was
-# read; None if nobody knows.
+# Of a split. text_tokens: without special tokens and ends of documents. bytes: of their text, as it was read; None if
+# unknown.
 COUNTS = ("documents", "tokens", "text_tokens", "bytes")
 
 
@@ -190,7 +190,7 @@ def metadata_of(dataset: Any) -> dict[str, Any]:
             "text_tokens": round(text_share * num_tokens),
             "bytes": None,
         }
-        if token_bytes is not None:  # as in these rows
+        if token_bytes is not None:  # estimated from these rows
             counts["bytes"] = round(token_bytes[ids].mean() * num_tokens)
         splits[name] = counts | {"rows": len(split)}
     return {
@@ -203,7 +203,7 @@ def metadata_of(dataset: Any) -> dict[str, Any]:
 
 
 def bytes_per_token(dataset: Any) -> float | None:
-    """Return the bytes of a text token in the validation split; None if nobody knows. dataset: as above."""
+    """Return the mean bytes of a text token in the validation split, None if unknown. dataset: as above."""
     counts = metadata_of(dataset)["splits"]["validation"]
     return None if counts["bytes"] is None else counts["bytes"] / max(1, counts["text_tokens"])
 

@@ -177,13 +177,13 @@ class PartReader:
             self._skip_rest(error)
         if not self.source.skip_bad_files and is_other_encoding(self.num_bad, self.num_bytes):  # a few in each row
             self.number = 0
-            self.skip(self._not_utf8(self.num_zero))
+            self.skip(self._not_utf8(has_zeros=self.num_zero > FEW_BYTES))
 
     def _skip_rest(self, error: Exception) -> None:
         self.skip(f"cannot read {self.where}: {one_line(error).rstrip('.')}")
 
     def skip(self, reason: str, has_remedy: bool = False) -> None:
-        """Count what cannot be read, or raise `UserError`. has_remedy: another than to skip it."""
+        """Count what cannot be read, or raise `UserError`. has_remedy: the reason says what to do instead."""
         can_skip = self.source.validation_split_percentage and not self.source.dataset_name  # else in `read_texts`
         if not (can_skip and self.source.skip_bad_files):
             advice = "; --skip_bad_files skips what cannot be read" * bool(can_skip and not has_remedy)
@@ -202,15 +202,15 @@ class PartReader:
             text = data.decode(errors="replace")
             num_bad += text.count("\ufffd") - data.count(b"\xef\xbf\xbd")
         if is_other_encoding(num_bad, len(data)):
-            self.skip(self._not_utf8(num_zero))
+            self.skip(self._not_utf8(has_zeros=num_zero > FEW_BYTES))
             return None
         self.num_bad, self.num_zero = self.num_bad + num_bad, self.num_zero + num_zero
         if num_bad:
             self.report[REPLACED] += num_bad
         return text.replace("\0", "\ufffd") if num_zero else text
 
-    def _not_utf8(self, num_zero: int) -> str:
-        if num_zero > FEW_BYTES:
+    def _not_utf8(self, has_zeros: bool) -> str:
+        if has_zeros:
             how = "it contains NUL bytes, so it is binary, or text in UTF-16: convert it with"
             return f"cannot read {self.place()}: {how} iconv -f UTF-16 -t UTF-8"
         how = "convert it, from Latin-1 for example with iconv -f LATIN1 -t UTF-8"
@@ -220,7 +220,7 @@ class PartReader:
         """Name the file, or dataset, and the line or row that is being read."""
         if not self.number:
             return self.where
-        if self.first_number and self.kind == ".jsonl":  # nobody has counted the lines before this part
+        if self.first_number and self.kind == ".jsonl":  # the number of lines before this part is unknown
             return f"{self.where}, the line that ends at byte {self.position:,}"
         word = "line" if self.kind in (".jsonl", ".csv") else "row"
         return f"{self.where}, {word} {self.first_number + self.number:,}"
@@ -274,7 +274,7 @@ class PartReader:
     def _split(self, stream: Any, num_bytes: float, pattern: re.Pattern) -> Iterator[bytes]:
         """Yield the pieces of the next bytes between the matches of a pattern."""
         rest = b""
-        # More for a long piece, which is searched again.
+        # Each block lets a long piece be searched again, so blocks grow with it.
         while block := self.read(stream, min(num_bytes, max(BLOCK, len(rest)))):
             num_bytes -= len(block)
             *pieces, rest = pattern.split(rest + block)
@@ -296,7 +296,7 @@ class PartReader:
         tail = data[max(0, limit - start) :].decode(errors="replace").replace("\0", "\ufffd")
         if head := text[: len(text) - len(tail)]:
             yield None, head
-        if tail and limit < stop:
+        if tail:
             yield "validation", text[len(head) :]
 
     # -------------------------------------------------------------- rows
@@ -347,7 +347,7 @@ class PartReader:
         return repaired
 
     def _note_columns(self, row: dict, count: int = 1) -> None:
-        """Note where else so many rows like this one have text."""
+        """Count rows without the text column, by the other places in which they have text. row: one of them."""
         found = []
         for name, value in row.items():
             shown = name[:60]  # in a CSV file without a header, it is text
@@ -411,7 +411,7 @@ class PartReader:
                 raise UserError(f"{self.where} has {names.count(name)} columns named '{name}'; rename one")
 
     def _read_csv(self, stream: Any) -> Iterator[dict]:
-        """Yield the rows. A quote that is not closed ends the file: nobody knows where the next row begins."""
+        """Yield the rows. An open quote ends the file, because the start of the next row is unknown."""
         lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
         reader, names = csv.reader(lines, strict=True), None
         while True:
@@ -427,7 +427,7 @@ class PartReader:
                 names = fields
                 self._check_repeated(names)
                 if "\0" in ",".join(names):
-                    raise UserError(self._not_utf8(2 * FEW_BYTES))
+                    raise UserError(self._not_utf8(has_zeros=True))
                 continue
             if fields and len(fields) != len(names):
                 count = f"{len(fields)} fields, the header {len(names)}"
@@ -479,7 +479,7 @@ class PartReader:
 
 
 def is_other_encoding(num_bad: int, num_bytes: int) -> bool:
-    """Return whether bytes that are not UTF-8 are too many to be damage."""
+    """Return whether a text has too many bad bytes to be damaged UTF-8."""
     return num_bad > max(FEW_BYTES, SMALL_SHARE * num_bytes)
 
 

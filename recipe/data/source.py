@@ -85,7 +85,7 @@ class TextSource:
         """The training files, which exclude the validation files."""
         return find_files(self.train_files, self.held_out_files.paths)
 
-    @property
+    @functools.cached_property
     def is_tokenized(self) -> bool:
         """Whether the files are token files of other programs. Raises `UserError` if only some of them are."""
         paths = [*self.files.paths, *self.held_out_files.paths]

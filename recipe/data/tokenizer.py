@@ -86,7 +86,7 @@ def load_saved_tokenizer(
 
 
 def saved_files(tokenizer: "PreTrainedTokenizerFast") -> dict[str, bytes]:
-    """Return the files of a tokenizer, by name, as Transformers 4 and 5 read them. Raises `UserError` if it cannot."""
+    """Return the files of a tokenizer, by name, as Transformers 4 and 5 read them. Raises `UserError` on failure."""
     try:
         with tempfile.TemporaryDirectory() as folder:
             tokenizer.save_pretrained(folder)
@@ -100,7 +100,7 @@ def saved_files(tokenizer: "PreTrainedTokenizerFast") -> dict[str, bytes]:
 
 
 def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", directory: Path) -> None:
-    """Write a tokenizer's files, each complete or not at all, tokenizer.json last."""
+    """Write a tokenizer's files atomically, tokenizer.json last."""
     for name, content in sorted(saved_files(tokenizer).items(), key=lambda item: item[0] == "tokenizer.json"):
         write_file(directory / name, content)
 

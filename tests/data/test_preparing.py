@@ -274,7 +274,6 @@ def test_every_way_to_prepare_gives_the_same_dataset(tmp_path, medium_units, tok
     for index in (2, 0):
         assert prepare_dataset(source, tmp_path / "array", tokenizer, share=slice(index, None, 3)) is None
         assert not (tmp_path / "array" / "metadata.json").exists()
-    assert prepare_dataset(source, tmp_path / "array", tokenizer, share=slice(0)) is None  # --finish is too early
     assert prepare_dataset(source, tmp_path / "array", tokenizer, share=slice(1, None, 3)) == expected
     assert prepare_dataset(source, tmp_path / "cut", tokenizer, share=slice(2)) is None
     (file,) = tmp_path.glob("cut/.*.partial/train-00001.bin")
@@ -339,17 +338,16 @@ def test_two_commands_may_replace_a_dataset_at_once(tmp_path, source, tokenizer,
 def test_the_script_finishes_an_array_whose_last_job_was_killed(
     tmp_path, source, expected, jsonl_file, tokenizer_dir, capsys, monkeypatch
 ):
-    """--finish fails while units are missing; --inspect prints what the preparation has printed."""
+    """By running any job again; --inspect prints what the preparation has printed."""
     common = ["--train_file", jsonl_file, "--tokenizer_name", tokenizer_dir, "--output_dir", tmp_path / "d"]
     common += ["--num_shards", 2]
     assert not run_script(SCRIPT, *common, "--shard_index", 1)
-    assert run_script(SCRIPT, *common, "--finish").startswith("error: ")
     assert not (tmp_path / "d" / "metadata.json").exists()
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(prepare, "summarize", lambda *_: 1 / 0)
         run_script(SCRIPT, *common, "--shard_index", 0)
     capsys.readouterr()
-    assert not run_script(SCRIPT, *common, "--finish")
+    assert not run_script(SCRIPT, *common, "--shard_index", 1)
     assert read_metadata(tmp_path / "d") == expected
     printed = capsys.readouterr().out
     assert not run_script(SCRIPT, "--inspect", tmp_path / "d")

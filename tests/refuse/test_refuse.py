@@ -170,7 +170,6 @@ SCRIPTS = [
     (f"{PREPARE} a.txt --num_shards 0 --tokenizer_name small", "num_shards 1 0"),
     (f"{PREPARE} a.txt --num_shards 2 --tokenizer_name small", "--shard_index 0"),
     (f"{PREPARE} a.txt --num_shards 2 --shard_index 2 --tokenizer_name small", "--shard_index 0 2"),
-    (f"{PREPARE} a.txt --finish --num_shards 2 --tokenizer_name small", "units"),
     (f"{PREPARE} a.txt --validation_split_percentage 100 --tokenizer_name small", "validation_split_percentage 100"),
     (f"{PREPARE} a.txt --tokenizer_name nowhere", "'nowhere'"),
     (f"{PREPARE} a.txt --tokenizer_name ./gone", "gone"),
