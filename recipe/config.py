@@ -137,7 +137,7 @@ class TrainConfig:
     parse_special_tokens: bool = _field(False, "Encode the tokenizer's special tokens in a text as their ids.")
     preprocessing_num_workers: int | None = _field(None, "Processes that tokenize. Default: one per core.", at_least=1)
     text_column_name: list[str] | None = _field(
-        None, "Column that holds the text; of several, the first that a row has. Default: text."
+        None, "Column that holds the text; of several, the first nonempty one is read. Default: text."
     )
     validation_split_percentage: float = _field(5.0, "Percentage of documents to hold out for validation.")
     tokenizer_name: str | None = _field(None, "Tokenizer folder or Hub id. Default: train one on the training text.")
