@@ -14,6 +14,7 @@ import re
 import secrets
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -265,8 +266,8 @@ def tokenize(
     with contextlib.closing(workers) if workers else contextlib.nullcontext():
         name, encode, sample = "tokenizers", None, read_sample(source, units)
         if texts := [text for text in sample if isinstance(text, str)]:
-            if warning := look_for_ends(encoding, source, texts):
-                say(warning)
+            for line in look_for_special_tokens(encoding, source, texts):
+                say(line)
             name, encode, how = choose_encoder(encoding.tokenizer_json, texts, source.parse_special_tokens)
             say(f"token ids: {how}")
         elif ids := [row for row in sample if not isinstance(row, str)]:
@@ -308,16 +309,21 @@ def read_summary(target: Target, number: int) -> dict[str, Any]:
     return json.loads((target.partial / "units" / f"{number:05d}.json").read_text())
 
 
-def look_for_ends(encoding: Encoding, source: TextSource, sample: Sequence[str]) -> str | None:
-    """Return a warning if the text spells the end-of-text token, which is not parsed."""
+def look_for_special_tokens(encoding: Encoding, source: TextSource, sample: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each kind of special token that the text spells: ends of documents, and others."""
     text, end = "\n".join(sample)[:SAMPLE_CHARACTERS], encoding.special[encoding.end]
-    if source.parse_special_tokens or not (count := text.count(end)):
-        return None
-    option = shell_command(document_separator=end)
-    if source.document_separator or not any(kind_of(path) in (".txt", ".md") for path in source.files.paths):
-        option = "--parse_special_tokens"  # rows have no separator
-    count = f"{end} ({count:,} times in the first {len(text):,} characters)"
-    return f"warning: the text contains {count}, packed as characters; if it ends documents, pass {option}"
+    counts = {token: count for token in sorted(encoding.special.values()) if (count := text.count(token))}
+    place = f"in the first {len(text):,} characters"
+    if not source.parse_special_tokens and (count := counts.pop(end, 0)):
+        option = shell_command(document_separator=end)
+        if source.document_separator or not any(kind_of(path) in (".txt", ".md") for path in source.files.paths):
+            option = "--parse_special_tokens"  # rows have no separator
+        count = f"{end} ({count:,} times {place})"
+        yield f"warning: the text contains {count}, packed as characters; if it ends documents, pass {option}"
+    if counts:
+        listed = ", ".join(f"{token} ({count:,})" for token, count in Counter(counts).most_common(5))
+        what = "packed as characters; --parse_special_tokens makes ids of them"
+        yield f"special tokens {place}: {listed}, {'made ids' if source.parse_special_tokens else what}"
 
 
 # ------------------------------------------------------------------ finish: one dataset
