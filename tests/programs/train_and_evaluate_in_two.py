@@ -30,7 +30,7 @@ def limit_collectives(wait: timedelta) -> None:
 start_processes()
 limit_collectives(timedelta(seconds=1))
 time.sleep(2 * (dist.get_rank() == 0))  # the other process waits for its begin, and then for its result
-print("waited:", on_main_process(lambda: time.sleep(2) or "prepared"))
+sys.stdout.write(f"waited: {on_main_process(lambda: time.sleep(2) or 'prepared')}\n")  # at once: both share a pipe
 limit_collectives(STEP_WAIT)
 
 small_buckets = functools.partialmethod(DistributedDataParallel.__init__, bucket_cap_mb=0.02)
