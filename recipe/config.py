@@ -32,7 +32,7 @@ SPLITS = ("train", "validation")
 DATA_SOURCES = ("dataset_dir", "train_file", "dataset_name")
 TEXT_OPTIONS = (  # how train_file and dataset_name are read
     *("validation_file", "dataset_config_name", "dataset_revision", "dataset_split", "text_column_name"),
-    *("document_separator", "validation_split_percentage", "skip_bad_files", "parse_special_tokens"),
+    *("document_separator", "validation_split_percentage", "parse_special_tokens"),
 )
 ONLY_OF_THE_HUB = (
     "--streaming is for a --dataset_name of the Hub that does not fit on the disk; omit it: text on this machine is "
@@ -78,7 +78,7 @@ VISIBILITY = {
         RESULT: ("expected_loss",),
         PUBLIC: (
             *("seed", "streaming", "block_size", "data_placement", "dataloader_num_workers"),
-            *("preprocessing_num_workers", "dataset_weights", "skip_bad_files", "parse_special_tokens"),
+            *("preprocessing_num_workers", "dataset_weights", "parse_special_tokens"),
             "validation_split_percentage",
             *("tokenizer_vocab_size", "model_type", "config_overrides", "pad_vocab_to_multiple_of"),
             *("attn_implementation", "activation_checkpointing", "loss_chunks", "label_smoothing_factor"),
@@ -133,12 +133,9 @@ class TrainConfig:
     dataset_revision: str | None = _field(None, "Branch, tag or commit of a Hub dataset. Default: the newest.")
     dataset_split: str = _field("train", "Split of dataset_name that holds the training documents.")
     document_separator: str | None = _field(None, r"Separates documents within .txt files, e.g. '\n\n'.")
-    skip_bad_files: bool = _field(False, "Skip and count rows that cannot be read instead of stopping.")
     parse_special_tokens: bool = _field(False, "Encode the tokenizer's special tokens in a text as their ids.")
     preprocessing_num_workers: int | None = _field(None, "Processes that tokenize. Default: one per core.", at_least=1)
-    text_column_name: list[str] | None = _field(
-        None, "Column that holds the text; of several, the first nonempty one is read. Default: text."
-    )
+    text_column_name: str = _field("text", "Column that holds the text.")
     validation_split_percentage: float = _field(5.0, "Percentage of documents to hold out for validation.")
     tokenizer_name: str | None = _field(None, "Tokenizer folder or Hub id. Default: train one on the training text.")
     tokenizer_vocab_size: int | None = _field(None, "Size of the tokenizer to train, at least 257.", at_least=257)
@@ -281,8 +278,6 @@ class TrainConfig:
         for name in WORDS:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, "all" if name == "max_eval_samples" else "auto")
-        if self.text_column_name == ["text"]:
-            object.__setattr__(self, "text_column_name", None)
         if "none" in (trackers := (self.report_to or [])[::-1]):  # as in Trainer; it cancels the trackers before it
             object.__setattr__(self, "report_to", trackers[: trackers.index("none")][::-1] or None)
         if self.model_name_or_path and self.tokenizer_name is None:

@@ -86,8 +86,7 @@ def main() -> None:
     stride = max(1, context // 2) if args.stride is None else args.stride
     if not 1 <= stride <= context:
         raise UserError(f"stride must be from 1 to {context}, the context of {args.model}, got {stride}")
-    columns = tuple(args.text_column_name or ["text"])
-    options = {"text_column_name": columns, "document_separator": args.document_separator}
+    options = {"text_column_name": args.text_column_name, "document_separator": args.document_separator}
     readers = [functools.partial(read_text, path, tokenizer, **options) for path in args.text_file]
     texts = [on_main_process(reader) for reader in readers]
     tasks = load_tasks(args.tasks)

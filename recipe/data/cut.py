@@ -133,10 +133,9 @@ def _row_groups(part: FilePart, source: TextSource, unit_bytes: int) -> Iterator
     if metadata is None or not metadata.num_row_groups:
         yield part, 0
         return
-    names = source.columns_in(metadata.schema.to_arrow_schema().names)
-    # A list's column is `ids.list.element`.
     paths = [f"{metadata.schema.column(index).path}." for index in range(metadata.num_columns)]
-    columns = [index for index, path in enumerate(paths) if path.startswith(tuple(f"{name}." for name in names))]
+    # A list's column is `ids.list.element`.
+    columns = [index for index, path in enumerate(paths) if path.startswith(f"{source.text_column_name}.")]
     start, num_bytes = 0, 0
     for number in range(metadata.num_row_groups):
         rows = metadata.row_group(number)

@@ -224,7 +224,7 @@ def open_decompressed(path: str) -> Any:
     """Open a file as a stream of decompressed bytes with the methods of `io.BufferedReader`."""
     match compression_of(path):
         case None:
-            return io.BufferedReader(io.FileIO(path), BLOCK)
+            return open(path, "rb", buffering=BLOCK // 8)
         case ".gz":
             return gzip.GzipFile(path)
         case ".bz2":

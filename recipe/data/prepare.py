@@ -36,7 +36,6 @@ from recipe.data.read import (
     REPLACED,
     SEPARATORS,
     SHOWN_ERRORS,
-    SKIPPED,
     SMALL_SHARE,
     Report,
     list_units,
@@ -84,11 +83,8 @@ class Target:
 
     @property
     def partial(self) -> Path:
-        """The folder of the preparation: inside `directory`, because the parent of a mount point may be read-only.
-
-        Its units are the same whether or not bad rows are skipped, if they have none.
-        """
-        return self.directory / f".{fingerprint_of({**self.inputs, 'skip_bad_files': None})[:12]}.partial"
+        """The folder of the preparation: inside `directory`, because the parent of a mount point may be read-only."""
+        return self.directory / f".{fingerprint_of(self.inputs)[:12]}.partial"
 
 
 def prepare_dataset(
@@ -287,18 +283,13 @@ def tokenize(
 
 
 def missing_units(target: Target, num_units: int) -> Iterator[int]:
-    """Yield the numbers of the units that are not finished, or whose files a power cut has shortened.
-
-    Without `skip_bad_files`, a unit in which a row was skipped is not finished.
-    """
+    """Yield the numbers of the units that are not finished, or whose files a power cut has shortened."""
     for number in range(num_units):
         try:
             summary = read_summary(target, number)
-            id_bytes = np.dtype(summary["type"]).itemsize
-            is_done = target.source.skip_bad_files or not summary["report"].get(SKIPPED)
-            for split, counts in summary["splits"].items():
-                size = (target.partial / f"{split}-{number:05d}.bin").stat().st_size
-                is_done = is_done and size == id_bytes * counts["tokens"]
+            id_bytes, splits = np.dtype(summary["type"]).itemsize, summary["splits"]
+            sizes = {split: (target.partial / f"{split}-{number:05d}.bin").stat().st_size for split in splits}
+            is_done = all(sizes[split] == id_bytes * counts["tokens"] for split, counts in splits.items())
         except (OSError, ValueError):
             is_done = False
         if not is_done:

@@ -1,7 +1,7 @@
 """A unit of text -> its documents, each in train or validation.
 
-Bytes that are not UTF-8 become U+FFFD where they are rare; a text with many is in another encoding. What cannot be
-read goes to one method, `skip`, which raises an error or counts it.
+Damage that is rare is counted, and more of it is an error: bytes that are not UTF-8, which become U+FFFD, and rows
+that cannot be read. A damaged file is an error.
 """
 
 import codecs
@@ -13,6 +13,7 @@ import lzma
 import math
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import IO, Any, NamedTuple
@@ -34,12 +35,13 @@ ROWS_PER_READ = 100
 MOST_COUNTED = 10_000  # documents; up to this number, exactly the percentage is held out
 LONGEST_SEARCH = 8_000_000  # bytes after the start of a unit in which a separator is searched
 FEW_BYTES, SMALL_SHARE = 10, 0.001  # that are not UTF-8, in a text that is UTF-8
+SKIPPED_SHARE = 0.01  # the most rows of a part that may be skipped
 DIALOGS = "write each as one text: 'Dialogs' in recipe/data/README.md"
 MASK = "attention_mask"  # a column beside token ids: 0 for padding
 # What only reading the text reveals: findings, and how often.
 Report = Counter[str]
 BLANK = "rows without text (null, empty or blank)"
-SKIPPED = "lines, rows, or ends of files, that cannot be read"
+SKIPPED = "rows that cannot be read"
 REPLACED = "bytes that are not UTF-8, or NUL, and became U+FFFD"
 WINDOWS_ENDS = "Windows line ends, which stay in the text and take tokens"
 SEPARATORS = "separators"
@@ -99,9 +101,7 @@ def read_unit(source: TextSource, unit: Unit, report: Report) -> Iterator[Docume
         yield from PartReader(source, part, report).documents()
 
 
-def read_texts(
-    paths: Iterable[str], text_column_name: tuple[str, ...], document_separator: str | None
-) -> Iterator[str]:
+def read_texts(paths: Iterable[str], text_column_name: str, document_separator: str | None) -> Iterator[str]:
     """Yield all documents of files, folders and patterns. Raises `UserError` if they cannot be read or hold ids."""
     options = {"text_column_name": text_column_name, "document_separator": document_separator}
     source = TextSource(tuple(paths), validation_split_percentage=0, **options)
@@ -158,7 +158,7 @@ class PartReader:
         self.where = part.path if isinstance(part, FilePart) else f"dataset {source.dataset_name}"
         self.kind = kind_of(part.path) if isinstance(part, FilePart) else ""
         self.num_bytes = self.num_bad = self.num_zero = 0  # read; not UTF-8; NUL
-        self.is_cut = False  # whether the rest of a stream cannot be read
+        self.problem, self.num_skipped = "", 0  # the first row that cannot be read, and how many cannot
         self.number, self.first_number = 0, 0  # of the row or line, from 1; how many precede the part
         self.position = 0  # byte after the line
 
@@ -174,26 +174,23 @@ class PartReader:
         except (GeneratorExit, UserError):  # at interpreter exit, the names below may no longer exist
             raise
         except errors as error:
-            self._skip_rest(error)
-        if not self.source.skip_bad_files and is_other_encoding(self.num_bad, self.num_bytes):  # a few in each row
+            raise UserError(f"cannot read {self.where}: {one_line(error).rstrip('.')}") from error
+        if self.num_skipped > SKIPPED_SHARE * self.number:
+            raise UserError(f"{self.problem} ({self.num_skipped:,} of {self.number:,} cannot be read)")
+        if is_other_encoding(self.num_bad, self.num_bytes):  # a few in each row
             self.number = 0
-            self.skip(self._not_utf8(has_zeros=self.num_zero > FEW_BYTES))
+            raise UserError(self._not_utf8(has_zeros=self.num_zero > FEW_BYTES))
 
-    def _skip_rest(self, error: Exception) -> None:
-        self.skip(f"cannot read {self.where}: {one_line(error).rstrip('.')}")
-
-    def skip(self, reason: str, has_remedy: bool = False) -> None:
-        """Count what cannot be read, or raise `UserError`. has_remedy: the reason says what to do instead."""
-        can_skip = self.source.validation_split_percentage and not self.source.dataset_name  # else in `read_texts`
-        if not (can_skip and self.source.skip_bad_files):
-            advice = "; --skip_bad_files skips what cannot be read" * bool(can_skip and not has_remedy)
-            raise UserError(reason + advice)
+    def skip(self, problem: str) -> None:
+        """Count a row that cannot be read."""
+        self.problem = self.problem or problem
+        self.num_skipped += 1
         if self.report[SKIPPED] < SHOWN_ERRORS:
-            self.report[f"skipped: {reason}"] += 1
+            self.report[f"skipped: {problem}"] += 1
         self.report[SKIPPED] += 1
 
-    def decode(self, data: bytes, is_first: bool = False) -> str | None:
-        """Return a document or row as text, with U+FFFD for a few bad bytes; None if there are many."""
+    def decode(self, data: bytes, is_first: bool = False) -> str:
+        """Return a document or row as text, with U+FFFD for a few bad bytes. Raises `UserError` if there are many."""
         data = data.removeprefix(codecs.BOM_UTF8) if is_first else data
         num_bad = num_zero = data.count(0)
         try:
@@ -202,8 +199,7 @@ class PartReader:
             text = data.decode(errors="replace")
             num_bad += text.count("\ufffd") - data.count(b"\xef\xbf\xbd")
         if is_other_encoding(num_bad, len(data)):
-            self.skip(self._not_utf8(has_zeros=num_zero > FEW_BYTES))
-            return None
+            raise UserError(self._not_utf8(has_zeros=num_zero > FEW_BYTES))
         self.num_bad, self.num_zero = self.num_bad + num_bad, self.num_zero + num_zero
         if num_bad:
             self.report[REPLACED] += num_bad
@@ -225,22 +221,6 @@ class PartReader:
         word = "line" if self.kind in (".jsonl", ".csv") else "row"
         return f"{self.where}, {word} {self.first_number + self.number:,}"
 
-    def read(self, stream: Any, size: float) -> bytes:
-        """Read up to so many bytes. What precedes an error in a compressed file is text; the rest is skipped."""
-        blocks = []
-        while size > 0 and not self.is_cut:
-            try:
-                block = stream.read1(int(min(size, BLOCK)))
-            except READ_ERRORS as error:
-                self.is_cut = True
-                self._skip_rest(error)
-                break
-            if not block:
-                break
-            blocks.append(block)
-            size -= len(block)
-        return b"".join(blocks)
-
     # -------------------------------------------------------------- text
 
     def _read_text(self) -> Iterator[tuple[str | None, str]]:
@@ -250,14 +230,14 @@ class PartReader:
             if self.source.document_separator is not None:
                 yield from self._read_separated(stream, self.source.document_separator)
             elif self.part.stop is None:  # it is compressed
-                content = self.read(stream, math.inf)
+                content = stream.read()
                 yield from self._read_stretch(io.BytesIO(content), len(content))
             else:
                 yield from self._read_stretch(stream, os.path.getsize(self.part.path))
 
     def _read_separated(self, stream: Any, separator: str) -> Iterator[tuple[None, str]]:
         """Yield the documents between separators that begin in a part of a text."""
-        part, pattern, start, num_bytes = self.part, separator_pattern(separator), 0, math.inf
+        part, pattern, start, num_bytes = self.part, separator_pattern(separator), 0, sys.maxsize
         assert isinstance(part, FilePart)
         if part.stop is not None:
             size = os.path.getsize(part.path)
@@ -271,11 +251,11 @@ class PartReader:
             if text and not text.isspace():
                 yield None, text
 
-    def _split(self, stream: Any, num_bytes: float, pattern: re.Pattern) -> Iterator[bytes]:
+    def _split(self, stream: Any, num_bytes: int, pattern: re.Pattern) -> Iterator[bytes]:
         """Yield the pieces of the next bytes between the matches of a pattern."""
         rest = b""
         # Each block lets a long piece be searched again, so blocks grow with it.
-        while block := self.read(stream, min(num_bytes, max(BLOCK, len(rest)))):
+        while block := stream.read(min(num_bytes, max(BLOCK, len(rest)))):
             num_bytes -= len(block)
             *pieces, rest = pattern.split(rest + block)
             yield from pieces
@@ -291,7 +271,7 @@ class PartReader:
         limit = find_line(file, limit, size, reach=min(BLOCK, (size - limit) // 2))
         file.seek(start)
         text = self.decode(data := file.read(stop - start), is_first=start == 0)
-        if text is None or (text.isspace() and stop - start == size):  # a part of a text may be blank
+        if text.isspace() and stop - start == size:  # a part of a text may be blank
             return
         tail = data[max(0, limit - start) :].decode(errors="replace").replace("\0", "\ufffd")
         if head := text[: len(text) - len(tail)]:
@@ -303,23 +283,19 @@ class PartReader:
 
     def _read_rows(self) -> Iterator[tuple[None, str | np.ndarray]]:
         """Yield the text of each row, or its token ids, and count the rows without any."""
-        report = self.report
+        report, column = self.report, self.source.text_column_name
         for row in self._rows():
             if not isinstance(row, dict):
                 self.skip(f"{self.place()}, is a {type(row).__name__}, not an object with a text column")
                 continue
-            if not (columns := self.source.columns_in(row)):
+            if column not in row:
                 self._note_columns(row)
                 continue
-            filled = [name for name in columns if row[name] not in (None, "", [])]
-            if filled[1:]:
-                report["warning: rows with text in several columns of --text_column_name; the first was packed"] += 1
-            column = (filled or columns)[0]
             text = row[column]
             if isinstance(text, str) and ("\0" in text or not is_unicode(text)):
                 text = text.encode(errors="surrogateescape") if self.kind == ".csv" else self._repair(text)
-            if isinstance(text, bytes) and (text := self.decode(text)) is None:
-                continue
+            if isinstance(text, bytes):
+                text = self.decode(text)
             if text is None or text == [] or (isinstance(text, str) and (not text or text.isspace())):
                 report[BLANK] += 1
             elif isinstance(text, str):
@@ -330,7 +306,7 @@ class PartReader:
                     what, remedy = "lists of strings", "; join each into one text"
                 elif isinstance(text, list) and isinstance(text[0], dict):
                     what, remedy = "dialogs", f"; {DIALOGS}"
-                self.skip(f"{self.place()}: column '{column}' holds {what}{remedy}", has_remedy=remedy.startswith(";"))
+                self.skip(f"{self.place()}: column '{column}' holds {what}{remedy}")
             elif (mask := row.get(MASK)) is None:
                 yield None, ids
             elif (mask := token_ids(mask)) is None or len(mask) != len(ids):
@@ -361,7 +337,7 @@ class PartReader:
                 found = [f"but dialogs in column {shown} ({DIALOGS})"]
                 break
         for what in found[:5] or ["and without any other text"]:
-            finding = f"warning: rows without a column {' or '.join(map(repr, self.source.text_column_name))}, {what}"
+            finding = f"warning: rows without a column '{self.source.text_column_name}', {what}"
             if finding in self.report or len(self.report) < MOST_FINDINGS:
                 self.report[finding] += count
 
@@ -376,7 +352,7 @@ class PartReader:
                 if self.kind == ".csv":
                     yield from self._read_csv(stream)
                 elif self.kind == ".json" and stream.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
-                    yield from self._numbered(json.loads(self.decode(stream.read(), is_first=True) or "[]"))
+                    yield from self._numbered(json.loads(self.decode(stream.read(), is_first=True)))
                 else:
                     yield from self._read_jsonl(stream, self.part)
 
@@ -392,26 +368,25 @@ class PartReader:
             sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
             groups = range(file.num_row_groups) if part.stop is None else range(part.start, part.stop)
             self.first_number = sum(sizes[: groups.start])
-            if not (columns := self.source.columns_in(schema.names)):
+            if (column := self.source.text_column_name) not in schema.names:
                 for batch in itertools.islice(file.iter_batches(1, groups), 1):
                     self._note_columns(batch.to_pylist()[0], sum(sizes[number] for number in groups))
                 return
             self._check_repeated(schema.names)
-            names = columns + [MASK] * (MASK in schema.names)
+            names = [column] + [MASK] * (MASK in schema.names)
             for batch in file.iter_batches(ROWS_PER_READ, groups, names, use_threads=False):
                 try:
                     yield from batch.to_pylist()
                 except UnicodeDecodeError:
-                    table = [batch.column(name).cast(pa.binary()).to_pylist() for name in columns]
-                    yield from (dict(zip(columns, values, strict=True)) for values in zip(*table, strict=True))
+                    yield from ({column: text} for text in batch.column(column).cast(pa.binary()).to_pylist())
 
     def _check_repeated(self, names: list[str]) -> None:
-        for name in self.source.columns_in(names):
-            if names.count(name) > 1:
-                raise UserError(f"{self.where} has {names.count(name)} columns named '{name}'; rename one")
+        name = self.source.text_column_name
+        if names.count(name) > 1:
+            raise UserError(f"{self.where} has {names.count(name)} columns named '{name}'; rename one")
 
     def _read_csv(self, stream: Any) -> Iterator[dict]:
-        """Yield the rows. An open quote ends the file, because the start of the next row is unknown."""
+        """Yield the rows. An open quote is an error, because the start of the next row is unknown."""
         lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
         reader, names = csv.reader(lines, strict=True), None
         while True:
@@ -453,10 +428,10 @@ class PartReader:
             try:
                 yield loads(line)
             except ValueError:
-                if not line.strip(codecs.BOM_UTF8 + b" \t\r\n") or (text := self.decode(line, is_first=True)) is None:
+                if not line.strip(codecs.BOM_UTF8 + b" \t\r\n"):
                     continue
                 try:  # json accepts more: NaN, half of a surrogate pair, deep nesting
-                    row = json.loads(text)
+                    row = json.loads(self.decode(line, is_first=True))
                 except (ValueError, RecursionError) as error:
                     self.skip(f"{self.place()} is not JSON: {error}")
                     continue
@@ -464,13 +439,13 @@ class PartReader:
 
     def _read_shards(self, part: ShardPart) -> Iterator[dict]:
         """Yield the rows of some shards of a dataset."""
+        column = self.source.text_column_name
         if self.source.dataset_name == STANDARD_LIBRARY:
-            column = self.source.text_column_name[0]
             yield from ({column: text} for text in read_standard_library())
             return
         rows = self.source.dataset[part.split].rows.shard(part.count, part.number)
-        if columns := self.source.columns_in(names := rows.column_names or ()):
-            rows = rows.select_columns(columns + [MASK] * (MASK in names))
+        if column in (names := rows.column_names or ()):
+            rows = rows.select_columns([column] + [MASK] * (MASK in names))
         for batch in rows.iter(ROWS_PER_READ):
             yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
 

@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 from argparse import Namespace
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -39,7 +39,7 @@ class TextSource:
 
     train_files, validation_files: files, folders (all supported files in them) and glob patterns.
     dataset_revision: branch, tag or commit of a dataset on the Hub; by default the newest.
-    text_column_name: the text of a row is in the first of these columns in which it has some.
+    text_column_name: the column that holds the text of a row.
     document_separator: cuts text files into documents, for example a blank line; without it, a file is a document.
     parse_special_tokens: whether special tokens of the tokenizer in a text become their ids.
     vocab_size: of the tokenizer that made token files; see `find_tokens`.
@@ -51,10 +51,9 @@ class TextSource:
     dataset_config_name: str | None = None
     dataset_revision: str | None = None
     dataset_split: str = "train"
-    text_column_name: tuple[str, ...] = ("text",)
+    text_column_name: str = "text"
     document_separator: str | None = None
     validation_split_percentage: float = 5.0
-    skip_bad_files: bool = False
     parse_special_tokens: bool = False
     vocab_size: int = 2**16
 
@@ -116,10 +115,6 @@ class TextSource:
         """For messages."""
         return self.dataset_name or ", ".join(self.train_files[:3])
 
-    def columns_in(self, names: Collection[str]) -> list[str]:
-        """Return the text columns among those of a row or file."""
-        return [name for name in self.text_column_name if name in names]
-
     @property
     def splits_lines(self) -> bool:
         """Whether each line is a document, as `datasets` reads .txt files."""
@@ -145,14 +140,14 @@ class TextSource:
 
         `content` is None if the Hub is out of reach.
         """
-        names = ("text_column_name", "document_separator", "validation_split_percentage", "skip_bad_files")
+        names = ("text_column_name", "document_separator", "validation_split_percentage")
         options = {name: getattr(self, name) for name in names}
         if self.parse_special_tokens:
             options["parse_special_tokens"] = True
         if self.dataset_name is not None:
             options |= {name: getattr(self, name) for name in ("dataset_config_name", "dataset_split")}
             options["dataset_name"] = self.dataset_name if self.is_on_hub else Path(self.dataset_name).name
-        return {**options, "text_column_name": list(self.text_column_name), "content": self.content_identity()}
+        return {**options, "content": self.content_identity()}
 
     def content_identity(self) -> list[str] | str | None:
         """Return what identifies the content."""
@@ -283,7 +278,6 @@ def source_from(config: TrainConfig | Namespace) -> TextSource:
     options = {name: getattr(config, name) for name in ("dataset_name", *TEXT_OPTIONS)}
     if not 0 < (percentage := options["validation_split_percentage"]) < 100:
         raise UserError(f"validation_split_percentage must be between 0 and 100, got {percentage}")
-    options["text_column_name"] = tuple(options["text_column_name"] or ["text"])
     source = TextSource(tuple(config.train_file or ()), tuple(options.pop("validation_file") or ()), **options)
     _ = source.files  # raises if they do not exist
     return source

@@ -47,7 +47,7 @@ class Text:
 def read_text(
     path: str,
     tokenizer: PreTrainedTokenizerFast,
-    text_column_name: tuple[str, ...] = ("text",),
+    text_column_name: str = "text",
     document_separator: str | None = None,
     max_characters: int | None = None,
 ) -> Text:

@@ -20,7 +20,7 @@ from recipe.data import prepare
 from recipe.data.pack import Packer
 from recipe.data.packed import open_packed_dataset, read_metadata
 from recipe.data.prepare import prepare_dataset
-from recipe.data.read import BLANK, SKIPPED, list_units
+from recipe.data.read import BLANK, list_units
 from recipe.data.source import TextSource
 from recipe.data.tokenizer import load_tokenizer, tokenizer_sha256, train_tokenizer
 from recipe.errors import UserError
@@ -78,20 +78,18 @@ def test_a_prepared_dataset_is_opened(tmp_path, prepared, jsonl_file, tokenizer,
     assert (tmp_path / "d" / "metadata.json").stat().st_mtime_ns == written_at
 
 
-@pytest.mark.parametrize("change", ["text", "lenient", "strict"])
+@pytest.mark.parametrize("change", ["text", "option"])
 def test_a_dataset_of_other_text_or_options_is_replaced_on_request_only(tmp_path, jsonl_file, tokenizer, change):
-    """A strict run does not accept what a lenient run may have skipped."""
     path = Path(shutil.copy(jsonl_file, tmp_path))
-    made = TextSource((str(path),), skip_bad_files=change == "strict")
-    prepare_dataset(made, tmp_path / "d", tokenizer)
+    prepare_dataset(TextSource((str(path),)), tmp_path / "d", tokenizer)
     if change == "text":
         path.write_bytes(path.read_bytes().replace(b"mat", b"hat", 1))
-    other = TextSource((str(path),), skip_bad_files=change == "lenient")
+    other = TextSource((str(path),), validation_split_percentage=5.0 if change == "text" else 7.0)
     with pytest.raises(UserError, match="--overwrite"):
         prepare_dataset(other, tmp_path / "d", tokenizer)
     metadata = prepare_dataset(other, tmp_path / "d", tokenizer, overwrite=True)
     assert read_metadata(tmp_path / "d") == metadata
-    assert metadata["inputs"]["skip_bad_files"] == (change == "lenient")
+    assert metadata["inputs"]["validation_split_percentage"] == other.validation_split_percentage
 
 
 def test_a_run_keeps_the_rows_of_a_dataset_that_is_replaced(tmp_path, prepared, tokenizer):
@@ -150,7 +148,7 @@ def test_an_interruption_at_the_end_loses_nothing(tmp_path, prepared, tokenizer,
             renamed.append(b)
         rename(a, b)
 
-    source = dataclasses.replace(source, skip_bad_files=True)
+    source = dataclasses.replace(source, validation_split_percentage=7.0)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(os, "rename", rename_until)
         prepare_dataset(source, directory, tokenizer, overwrite=True)
@@ -210,22 +208,6 @@ def test_a_full_disk_costs_no_finished_unit(tmp_path, source, tokenizer, expecte
     monkeypatch.setattr(Packer, "write", write_and_note)
     assert prepare_dataset(source, tmp_path / "d", tokenizer) == expected
     assert 0 < len(written) <= 2  # two splits
-
-
-def test_units_without_bad_rows_are_kept_when_those_are_skipped(tmp_path, source, jsonl_file, tokenizer, capsys):
-    """The error advises it. A strict command repeats the unit in which a row was skipped."""
-    path = tmp_path / "a.jsonl"
-    path.write_text(jsonl_file.read_text() + "{\n")
-    strict = TextSource((str(path),))
-    with pytest.raises(UserError, match="--skip_bad_files"):
-        prepare_dataset(strict, tmp_path / "d", tokenizer, num_workers=1)
-    capsys.readouterr()
-    lenient, count = dataclasses.replace(strict, skip_bad_files=True), len(list_units(strict))
-    assert prepare_dataset(lenient, tmp_path / "d", tokenizer)["report"][SKIPPED] == 1
-    assert f"{count - 1:,} of {count:,} units are done" in capsys.readouterr().out
-    assert prepare_dataset(lenient, tmp_path / "e", tokenizer, share=slice(count - 1, count)) is None
-    with pytest.raises(UserError, match="--skip_bad_files"):
-        prepare_dataset(strict, tmp_path / "e", tokenizer, share=slice(count - 1, count))
 
 
 def test_a_full_disk_leaves_no_part_of_a_tokenizer(tmp_path, source, tokenizer, monkeypatch):
@@ -323,7 +305,7 @@ def test_two_commands_may_replace_a_dataset_at_once(tmp_path, source, tokenizer,
         rename(a, b)
         time.sleep(0.02)
 
-    prepare_dataset(dataclasses.replace(source, skip_bad_files=True), tmp_path / "d", tokenizer)
+    prepare_dataset(dataclasses.replace(source, validation_split_percentage=7.0), tmp_path / "d", tokenizer)
     assert prepare_dataset(source, tmp_path / "d", tokenizer, overwrite=True, share=slice(1, None)) is None
     monkeypatch.setattr(os, "rename", rename_slowly)
     with ThreadPoolExecutor() as threads:

@@ -2,7 +2,6 @@
 
 import bz2
 import codecs
-import dataclasses
 import gzip
 import io
 import json
@@ -14,7 +13,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import KINDS, csv_of, read, texts_of, write_jsonl, write_parquet, write_text
+from corpora import KINDS, read, texts_of, write_jsonl, write_parquet, write_text
 from helpers import make_documents
 
 from recipe.config import STANDARD_LIBRARY
@@ -50,7 +49,7 @@ def test_documents_come_out_of_each_kind_of_file_unchanged(tmp_path, kind, compr
     documents = [*make_documents(20), *pages]
     path = tmp_path / f"a.{kind}{compression}"
     path.write_bytes(COMPRESSIONS[compression](KINDS[kind](documents, "body")))
-    assert list(read_texts([str(path)], ("body",), "<sep>")) == documents
+    assert list(read_texts([str(path)], "body", "<sep>")) == documents
 
 
 ODD_FILES = {
@@ -69,7 +68,7 @@ ODD_FILES = {
 def test_byte_order_marks_blank_rows_and_half_surrogates_are_not_text(tmp_path, name):
     content, expected = ODD_FILES[name]
     (tmp_path / name).write_bytes(content)
-    assert list(read_texts([str(tmp_path / name)], ("text",), None)) == expected
+    assert list(read_texts([str(tmp_path / name)], "text", None)) == expected
 
 
 @pytest.mark.parametrize(
@@ -77,7 +76,7 @@ def test_byte_order_marks_blank_rows_and_half_surrogates_are_not_text(tmp_path, 
 )
 def test_a_separator_may_be_written_as_a_shell_passes_it(tmp_path, separator, expected):
     path = write_text(tmp_path / "a.txt", "one\n\ntwo\tthree")
-    assert list(read_texts([path], ("text",), separator)) == expected
+    assert list(read_texts([path], "text", separator)) == expected
 
 
 @pytest.mark.parametrize("block", [3, 2**20])
@@ -85,22 +84,7 @@ def test_a_separator_matches_windows_line_ends(tmp_path, monkeypatch, block):
     """Blank documents between separators are dropped, also if a separator is longer than the blocks read."""
     monkeypatch.setattr("recipe.data.read.BLOCK", block)
     path = write_text(tmp_path / "a.txt", "\n\none\r\nline\r\n\r\ntwo\n\n\n\n \n\n\nthree\n\n")
-    assert list(read_texts([path], ("text",), "\n\n")) == ["one\r\nline", "two", "\nthree"]
-
-
-def test_the_text_of_a_row_is_in_the_first_column_that_it_has(tmp_path):
-    """Of those that are named: the files of a folder may differ."""
-    (tmp_path / "a.csv").write_bytes(csv_of(["csv"], "body"))
-    write_jsonl(tmp_path / "b.jsonl", ["jsonl"], "content")
-    write_jsonl(tmp_path / "c.json", ["json"])
-    write_parquet(tmp_path / "d.parquet", ["parquet"], "my text")
-    write_text(tmp_path / "e.txt", "txt")
-    (tmp_path / "f.jsonl").write_text('{"body": null, "content": "filled"}')
-    names = ("my text", "body", "content", "text")
-    assert list(read_texts([str(tmp_path)], names, None)) == ["csv", "jsonl", "json", "parquet", "txt", "filled"]
-    assert list(read_texts([str(tmp_path)], ("content", "body"), None)) == ["csv", "jsonl", "txt", "filled"]
-    report, source = Report(), TextSource((str(tmp_path / "a.csv"),), text_column_name=("body", "n"))
-    assert texts_of(source, report=report) == ["csv"] and any("several columns" in finding for finding in report)
+    assert list(read_texts([path], "text", "\n\n")) == ["one\r\nline", "two", "\nthree"]
 
 
 def test_the_standard_library_is_a_corpus_for_the_demo():
@@ -116,51 +100,52 @@ def test_the_standard_library_is_a_corpus_for_the_demo():
 
 PARQUET = io.BytesIO()
 pq.write_table(pa.table({"text": ["good"] * 99}), PARQUET)
-BAD_FILES = {  # name -> content, the texts that can be read, how much is skipped
-    "utf16.txt": ("good\n".encode("utf-16") * 9, [], 1),
-    "program.txt": (b"good<sep>\x7fELF\x02\x01\x01" + bytes(19), ["good"], 1),
-    "utf16.jsonl": (GOOD + GOOD.decode().encode("utf-16-le"), ["good"], 2),  # the line end has a zero byte after it
-    "broken.jsonl": (GOOD + b'{"text": \n' + LAST, ["good", "last"], 1),
-    "deep.jsonl": (GOOD + b'{"n": ' + b"[" * 10**5 + b"\n" + LAST, ["good", "last"], 1),
-    "list.jsonl": (GOOD + b"[1]\n" + LAST, ["good", "last"], 1),
-    "number.jsonl": (GOOD + b'{"text": 3}\n' + LAST, ["good", "last"], 1),
-    "nested.jsonl": (GOOD + b'{"text": [[1], [2]]}\n' + LAST, ["good", "last"], 1),
-    "uneven.jsonl": (GOOD + b'{"text": [[1, 2], [3]]}\n' + LAST, ["good", "last"], 1),
-    "words.jsonl": (GOOD + b'{"text": ["a"]}\n' + LAST, ["good", "last"], 1),
-    "cut.jsonl.gz": (gzip.compress(GOOD * 99_999)[:-20], ["good"], 1),
-    "cut.jsonl.xz": (lzma.compress(GOOD * 99_999)[:-20], ["good"], 1),
-    "none.jsonl.bz2": (GOOD, [], 1),
-    "half.parquet": (PARQUET.getvalue()[:99], [], 1),
-    "commas.csv": (b"text\none, two\nlast\n", ["last"], 1),
-    "missing.csv": (b"id,text\n1,good\n2\n3,last\n", ["good", "last"], 1),
-    "open.csv": (b'text\ngood\n"two\n' + b"more\n" * 90, ["good"], 1),  # nobody knows where the next row begins
-    "after.csv": (b'text\ngood\n"one" two\nthree\n', ["good"], 1),
+BAD_FILES = {
+    "utf16.txt": "good\n".encode("utf-16") * 9,
+    "program.txt": b"good<sep>\x7fELF\x02\x01\x01" + bytes(19),
+    "utf16.jsonl": GOOD + GOOD.decode().encode("utf-16-le"),
+    "cut.jsonl.gz": gzip.compress(GOOD * 99_999)[:-20],
+    "cut.jsonl.xz": lzma.compress(GOOD * 99_999)[:-20],
+    "cut.txt.gz": gzip.compress(GOOD * 99_999)[:-20],
+    "none.jsonl.bz2": GOOD,
+    "half.parquet": PARQUET.getvalue()[:99],
+    "open.csv": b'text\ngood\n"two\n' + b"more\n" * 90,  # nobody knows where the next row begins
+    "after.csv": b'text\ngood\n"one" two\nthree\n',
 }
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_what_cannot_be_read_is_an_error_or_skipped(tmp_path, name):
-    """The error names the file; skip_bad_files counts what cannot be read, and keeps what is before and after it."""
-    content, expected, num_skipped = BAD_FILES[name]
-    (tmp_path / name).write_bytes(content)
+def test_a_file_that_is_damaged_or_no_text_is_an_error(tmp_path, name):
+    (tmp_path / name).write_bytes(BAD_FILES[name])
     write_jsonl(tmp_path / "zz.jsonl", ["other"])
-    source, report = TextSource((str(tmp_path),), document_separator="<sep>"), Report()
     with pytest.raises(UserError, match=name) as caught:
+        read(TextSource((str(tmp_path),), document_separator="<sep>"))
+    assert ("iconv" in str(caught.value)) == name.startswith(("utf16", "program")) and "\n" not in str(caught.value)
+
+
+BAD_ROWS = {
+    "broken.jsonl": b'{"text": \n',
+    "deep.jsonl": b'{"n": ' + b"[" * 10**5 + b"\n",
+    "list.jsonl": b"[1]\n",
+    "number.jsonl": b'{"text": 3}\n',
+    "nested.jsonl": b'{"text": [[1], [2]]}\n',
+    "uneven.jsonl": b'{"text": [[1, 2], [3]]}\n',
+    "words.jsonl": b'{"text": ["a"]}\n',
+    "commas.csv": b"one, two\n",
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_a_few_rows_that_cannot_be_read_are_counted_and_more_are_an_error(tmp_path, name):
+    """Up to one in a hundred. The count and the error name the first one."""
+    good, header = (b"good\n", b"text\n") if name.endswith("csv") else (GOOD, b"")
+    source, report = TextSource((str(tmp_path / name),)), Report()
+    (tmp_path / name).write_bytes(header + good * 99 + BAD_ROWS[name] + good * 100)
+    assert texts_of(source, report=report) == ["good"] * 199
+    assert report[SKIPPED] == 1 and f"{name}, line 10" in next(found for found in report if "skipped: " in found)
+    (tmp_path / name).write_bytes(header + good * 50 + BAD_ROWS[name] + good * 40)
+    with pytest.raises(UserError, match=rf"{name}, line 5.* \(1 of 9. cannot be read\)"):
         read(source)
-    remedy = "join" if name == "words.jsonl" else "--skip_bad_files"
-    assert remedy in str(caught.value) and "\n" not in str(caught.value)
-    assert ("--skip_bad_files" in str(caught.value)) == (remedy == "--skip_bad_files")
-    assert ("iconv" in str(caught.value)) == name.startswith(("utf16", "program"))
-    assert set(texts_of(dataclasses.replace(source, skip_bad_files=True), report=report)) == {*expected, "other"}
-    assert report[SKIPPED] == num_skipped and name in next(finding for finding in report if "skipped: " in finding)
-
-
-def test_what_precedes_the_end_of_a_cut_text_is_kept(tmp_path):
-    text = "".join(make_documents(9000))
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode())[:-100])
-    report = Report()
-    (kept,) = texts_of(TextSource((str(tmp_path),), skip_bad_files=True), "train", report)
-    assert text.startswith(kept[:-1]) and len(kept) > 0.8 * len(text) and report[SKIPPED] == 1
 
 
 def test_a_bad_row_is_named_by_its_place_in_the_file(tmp_path, small_units):
@@ -259,7 +244,7 @@ def test_nuls_and_half_surrogates_that_json_escapes_are_replaced(tmp_path):
 )
 def test_odd_files_are_read(tmp_path, name, content, expected):
     (tmp_path / name).write_bytes(content)
-    assert list(read_texts([str(tmp_path / name)], ("text",), None)) == expected
+    assert list(read_texts([str(tmp_path / name)], "text", None)) == expected
 
 
 def test_a_separator_that_does_not_occur_costs_no_memory_and_little_reading(tmp_path, monkeypatch):
@@ -328,9 +313,9 @@ def test_the_padding_of_tokenized_rows_is_not_read(tmp_path, kind, has_mask):
         table = table.cast(datasets.Features(dict.fromkeys(rows, ids)))
     if kind == "save_to_disk":
         table.save_to_disk(path)
-        source = TextSource(dataset_name=path, text_column_name=("input_ids",))
+        source = TextSource(dataset_name=path, text_column_name="input_ids")
     else:
         {"jsonl": table.to_json, "parquet": table.to_parquet}[kind.split()[0]](path)
-        source = TextSource((path,), text_column_name=("input_ids",))
+        source = TextSource((path,), text_column_name="input_ids")
     found = [ids.tolist() for ids in texts_of(source)]
     assert found == ([[5, 6, 7], [8, 9]] if has_mask else rows["input_ids"])

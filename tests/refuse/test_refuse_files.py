@@ -50,7 +50,7 @@ TEXTS = [  # file, content, options of scripts/prepare_data.py -> what the answe
     ),
     ("text.csv", f"{'a sentence ' * 10},2\n1,2\n", "", "text.csv --text_column_name line"),
     ("columns.csv", "a,b\nhello,2\n", "", "columns.csv --text_column_name 'a' line"),
-    ("cut.jsonl", "{", "--skip_bad_files", "cut.jsonl 1"),
+    ("cut.jsonl", "{", "", "cut.jsonl 1"),
     ("one.jsonl", rows("text", "word " * 900), "", "one.jsonl --validation_file, --document_separator"),
     # --- token ids
     ("a.jsonl", rows("text", *20 * [[7], [7, VOCAB_SIZE]]), "", f"{VOCAB_SIZE} tokenizer"),

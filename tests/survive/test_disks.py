@@ -324,7 +324,7 @@ def test_a_dataset_is_prepared_in_a_mount_point(tmp_path, prepare, monkeypatch):
     monkeypatch.setattr(os, "mkdir", mkdir_inside)
     fail_renames(monkeypatch, errno.EBUSY, lambda *paths: directory in paths)
     made = prepare(directory)
-    assert prepare(directory, overwrite=True, skip_bad_files=True)
+    assert prepare(directory, overwrite=True, validation_split_percentage=7.0)
     assert prepare(directory, overwrite=True) == made
     assert (directory / "lost+found").is_dir()
 
