@@ -14,6 +14,7 @@ from recipe.config import EVAL_TASKS
 
 METRICS_NAME, SUMMARY_NAME = "metrics.jsonl", "summary.json"
 CARD_NAME, CURVE_NAME = "README.md", "loss_curve.png"
+RISES = 3  # evaluations in a row with a higher validation loss and a lower training loss
 SCORES = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "perplexity", "perplexity_stderr", "num_examples")
 
 
@@ -57,6 +58,37 @@ def measure_speed(events: list[dict[str, Any]]) -> float:
     tokens, seconds = (sum(b[key] - a[key] for a, b in pairs) for key in ("tokens_seen", "train_seconds"))
     only = [lap["tokens_per_second"] for lap in laps if lap["event"] == "train"]
     return tokens / seconds if seconds > 0 else only[-1] if only else 0.0
+
+
+def has_begun_to_diverge(events: list[dict[str, Any]]) -> bool:
+    """Return whether the last evaluation is the third in a row in which validation rose while training fell.
+
+    events: the lines of metrics.jsonl. False if this happened before, so that a run says it once.
+    """
+    evaluations = [event for event in events if event["event"] == "eval" and "train_loss" in event]
+    pairs = list(itertools.pairwise((event["train_loss"], event["loss"]) for event in evaluations))
+    apart = [None not in (*a, *b) and b[0] < a[0] and b[1] > a[1] for a, b in pairs]
+    times = [all(apart[i : i + RISES]) for i in range(len(apart) - RISES + 1)]
+    return times[-1:] == [True] and sum(times) == 1
+
+
+def find_train_loss(events: list[dict[str, Any]]) -> float | None:
+    """Return the mean training loss since the last evaluation, including steps before a resume; None without steps.
+
+    events: the lines of metrics.jsonl. Each has the mean since the previous line or the start. A line that is not
+    finite does not count, because one of its steps was skipped.
+    """
+    total, num_steps, last = 0.0, 0, 0
+    for event in events:
+        if event["event"] == "eval":
+            total, num_steps = 0.0, 0
+        elif event["event"] == "start":
+            last = event["step"]
+        elif event["event"] == "train":
+            count, last = event["step"] - last, event["step"]
+            if event["loss"] is not None:
+                total, num_steps = total + count * event["loss"], num_steps + count
+    return total / num_steps if num_steps else None
 
 
 def split_scores(evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:

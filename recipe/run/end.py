@@ -100,8 +100,6 @@ def finish_run(
         if is_new or not (folder / CARD_NAME).exists():
             log.tolerate("the model card", lambda: write_model_card(folder, step))
         mark_resumable(False)
-        if log.step_seconds:
-            log.show_advice()
         for line in describe_end(log.run, state, evaluation):
             log.say_sentence(line)
         print(closing_lines(log.run, summary, evaluation["sample"], state), flush=True)

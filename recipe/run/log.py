@@ -24,16 +24,23 @@ from recipe.data.batches import TrainBatches
 from recipe.errors import UserError, short_reason
 from recipe.hardware.devices import memory_bytes, peak_flops_per_second, peak_memory_bytes
 from recipe.hardware.memory import measure_total_bytes
-from recipe.metrics import METRICS_NAME, measure_speed, read_events, split_scores, without_nan
+from recipe.metrics import (
+    METRICS_NAME,
+    find_train_loss,
+    has_begun_to_diverge,
+    measure_speed,
+    read_events,
+    split_scores,
+    without_nan,
+)
 from recipe.optim.guard import MOST_BAD_STEPS, UpdateGuard
 from recipe.progress import progress_target
-from recipe.run.advice import WAITING_SHARE, advise, find_train_loss, has_begun_to_diverge
 from recipe.run.decide import Run, has_stalled
 from recipe.run.stop import kill_warning
 
 LISTED = 6  # failures of one kind
 PROJECT = "gpt2-recipe"  # for trackers, unless WANDB_PROJECT is set
-ADVISE_AT = 0.1  # share of the run after which `show_advice` looks at its log
+WAITING_SHARE = 0.02  # of the time; less is not shown
 
 
 class RunLog:
@@ -62,7 +69,7 @@ class RunLog:
         self.tolerate("tracker events", lambda: self._init_trackers(state, record))
         self.sums: dict[str, torch.Tensor] = {}  # over the steps since the last log line, on the device
         self.grad_norm, self.num_clipped = torch.zeros(()), torch.zeros((), device=self.device)
-        self.has_advised, self.has_saved = state.progress >= ADVISE_AT, False
+        self.has_saved = False
         self.lap_steps, self.lap_seconds, self.lap_started_at = 0, 0.0, time.perf_counter()
 
     def _init_trackers(self, state: RunState, record: dict[str, Any]) -> None:
@@ -214,20 +221,12 @@ class RunLog:
         }
         self.event("train", state.step, **values)
         self._show_progress(state, values)
-        if state.progress >= ADVISE_AT and not self.has_advised:
-            self.has_advised = True
-            self.show_advice()
         if bad >= MOST_BAD_STEPS:
             raise UserError(
                 f"stopped at step {state.step:,}: {bad:.0f} consecutive steps had a loss or gradients that are not "
                 f"finite (loss {means['loss']}, gradient norm {norm}) and were skipped; resume from an earlier "
                 "checkpoint into another --output_dir, or start a new run, with a lower --learning_rate"
             )
-
-    def show_advice(self) -> None:
-        """Say what the log shows that a user may want to change."""
-        for line in advise(self.events, self.run.start.requested, self.device.type, self.total_bytes):
-            self.say_sentence(line)
 
     def saved(self, seconds: float) -> None:
         """Warn after the first checkpoint, which took this long, if the launcher would not wait for one."""
@@ -328,6 +327,7 @@ def describe_progress(values: dict[str, Any], total_bytes: int) -> list[str]:
     used, peak = (values[name] / total_bytes for name in ("memory_bytes", "peak_memory_bytes"))
     waiting, ms = values["share_waiting_for_data"], values["step_ms"]
     parts = [f"loss {values['loss']:.3f}", f"lr {values['learning_rate']:.1e}", f"norm {values['grad_norm']:.2f}"]
+    parts += [f"{values['skipped_steps']:,} updates skipped"] if values["skipped_steps"] else []
     parts += [f"epoch {epoch:.1f}"] if (epoch := values.get("epoch", 0.0)) > 1 else []  # before, progress says it
     parts += [f"{ms:,.{1 if ms < 10 else 0}f} ms", f"{tqdm.format_sizeof(values['tokens_per_second'])} tok/s"]
     parts += [f"{waiting:.0%} waiting for data"] if waiting > WAITING_SHARE else []
