@@ -1,7 +1,6 @@
 """Text -> packed dataset on disk.
 
 python scripts/prepare_data.py --train_file a.txt --tokenizer_name DIR_OR_ID --output_dir DIR
-python scripts/prepare_data.py --inspect DIR
 """
 
 import itertools
@@ -13,7 +12,7 @@ from tokenizers import Tokenizer
 
 from recipe.arguments import CommandLine, as_path, shell_command
 from recipe.config import SPLITS, TEXT_OPTIONS
-from recipe.data.packed import list_stretches, read_metadata
+from recipe.data.packed import list_stretches
 from recipe.data.prepare import prepare_dataset
 from recipe.data.source import source_from
 from recipe.data.tokenizer import load_tokenizer, without_template
@@ -29,21 +28,12 @@ def main() -> None:
     parser.add_argument(
         "--model_name_or_path", type=as_path, help="model to fine-tune: its tokenizer, and what that puts in front"
     )
-    parser.add_argument("--output_dir", type=Path, help="folder to create")
+    parser.add_argument("--output_dir", type=Path, required=True, help="folder to create")
     parser.add_argument("--overwrite", action="store_true", help="replace the packed dataset in output_dir")
     parser.add_argument("--preprocessing_num_workers", type=int, help="processes (default: one per core)")
     parser.add_argument("--num_shards", type=int, default=1, help="number of jobs that share the work")
     parser.add_argument("--shard_index", type=int, help="number of this job, from 0")
-    parser.add_argument("--inspect", type=Path, metavar="DIR", help="only print what a packed dataset holds")
     args = parser.parse_args()
-    if args.inspect is not None:
-        for name, value in vars(args).items():
-            if name != "inspect" and value != parser.get_default(name):
-                raise UserError(f"--inspect only reads a packed dataset, so --{name} has no effect; omit one of them")
-        print_contents(args.inspect, read_metadata(args.inspect))
-        return
-    if args.output_dir is None:
-        raise UserError("pass --output_dir, the folder to create, or --inspect with the folder of a packed dataset")
     for name in ("num_shards", "preprocessing_num_workers"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"{name} must be at least 1, got {getattr(args, name)}")

@@ -64,9 +64,8 @@ if TYPE_CHECKING:
 
 TRAINED_PREFIX = "bpe "  # in the inputs, the prefix of a tokenizer that is trained on the text
 LOCK_NAME, COMPLETE_NAME, METADATA_NAME = ".lock", ".complete", "metadata.json"
-# What a packed dataset consists of, this format's and the earlier one's.
-PARTS = re.compile(rf"({'|'.join(SPLITS)})(-\d+\.bin)?|tokenizer|dataset_dict\.json|metadata\.json")
-WORTH_A_WARNING = 0.01  # share of the tokens that are unknown text, or padding
+PARTS = re.compile(rf"({'|'.join(SPLITS)})-\d+\.bin|tokenizer|{re.escape(METADATA_NAME)}")  # of a packed dataset
+WORTH_A_WARNING = 0.01  # share of unknown tokens, or of characters that are none
 LARGE_VALIDATION = 3  # times the percentage that is held out
 say = functools.partial(print, flush=True)
 

@@ -157,7 +157,7 @@ class PartReader:
         self.source, self.part, self.report = source, part, report
         self.where = part.path if isinstance(part, FilePart) else f"dataset {source.dataset_name}"
         self.kind = kind_of(part.path) if isinstance(part, FilePart) else ""
-        self.num_bytes = self.num_bad = self.num_zero = 0  # read; not UTF-8; NUL
+        self.num_bytes = self.num_bad = 0  # read; not UTF-8, or NUL
         self.problem, self.num_skipped = "", 0  # the first row that cannot be read, and how many cannot
         self.number, self.first_number = 0, 0  # of the row or line, from 1; how many precede the part
         self.position = 0  # byte after the line
@@ -179,7 +179,7 @@ class PartReader:
             raise UserError(f"{self.problem} ({self.num_skipped:,} of {self.number:,} cannot be read)")
         if is_other_encoding(self.num_bad, self.num_bytes):  # a few in each row
             self.number = 0
-            raise UserError(self._not_utf8(has_zeros=self.num_zero > FEW_BYTES))
+            raise UserError(self._not_utf8())
 
     def skip(self, problem: str) -> None:
         """Count a row that cannot be read."""
@@ -192,25 +192,22 @@ class PartReader:
     def decode(self, data: bytes, is_first: bool = False) -> str:
         """Return a document or row as text, with U+FFFD for a few bad bytes. Raises `UserError` if there are many."""
         data = data.removeprefix(codecs.BOM_UTF8) if is_first else data
-        num_bad = num_zero = data.count(0)
+        num_bad = num_zeros = data.count(0)
         try:
             text = data.decode()
         except UnicodeDecodeError:
             text = data.decode(errors="replace")
             num_bad += text.count("\ufffd") - data.count(b"\xef\xbf\xbd")
         if is_other_encoding(num_bad, len(data)):
-            raise UserError(self._not_utf8(has_zeros=num_zero > FEW_BYTES))
-        self.num_bad, self.num_zero = self.num_bad + num_bad, self.num_zero + num_zero
+            raise UserError(self._not_utf8())
         if num_bad:
+            self.num_bad += num_bad
             self.report[REPLACED] += num_bad
-        return text.replace("\0", "\ufffd") if num_zero else text
+        return text.replace("\0", "\ufffd") if num_zeros else text
 
-    def _not_utf8(self, has_zeros: bool) -> str:
-        if has_zeros:
-            how = "it contains NUL bytes, so it is binary, or text in UTF-16: convert it with"
-            return f"cannot read {self.place()}: {how} iconv -f UTF-16 -t UTF-8"
-        how = "convert it, from Latin-1 for example with iconv -f LATIN1 -t UTF-8"
-        return f"{self.place()} is not UTF-8 text; {how}"
+    def _not_utf8(self) -> str:
+        how = "convert it, from Latin-1 (or UTF-16) for example, with iconv -f LATIN1 -t UTF-8"
+        return f"{self.place()} is binary, or text that is not in UTF-8; {how}"
 
     def place(self) -> str:
         """Name the file, or dataset, and the line or row that is being read."""
@@ -402,7 +399,7 @@ class PartReader:
                 names = fields
                 self._check_repeated(names)
                 if "\0" in ",".join(names):
-                    raise UserError(self._not_utf8(has_zeros=True))
+                    raise UserError(self._not_utf8())
                 continue
             if fields and len(fields) != len(names):
                 count = f"{len(fields)} fields, the header {len(names)}"

@@ -320,7 +320,7 @@ def test_two_commands_may_replace_a_dataset_at_once(tmp_path, source, tokenizer,
 def test_the_script_finishes_an_array_whose_last_job_was_killed(
     tmp_path, source, expected, jsonl_file, tokenizer_dir, capsys, monkeypatch
 ):
-    """By running any job again; --inspect prints what the preparation has printed."""
+    """By running any job again, which then prints what the dataset holds; so does the same command later."""
     common = ["--train_file", jsonl_file, "--tokenizer_name", tokenizer_dir, "--output_dir", tmp_path / "d"]
     common += ["--num_shards", 2]
     assert not run_script(SCRIPT, *common, "--shard_index", 1)
@@ -332,17 +332,16 @@ def test_the_script_finishes_an_array_whose_last_job_was_killed(
     assert not run_script(SCRIPT, *common, "--shard_index", 1)
     assert read_metadata(tmp_path / "d") == expected
     printed = capsys.readouterr().out
-    assert not run_script(SCRIPT, "--inspect", tmp_path / "d")
-    inspected = capsys.readouterr().out
-    assert inspected in printed and "rows of 1,024 tokens" in inspected
+    assert not run_script(SCRIPT, *common, "--shard_index", 0)
+    again = capsys.readouterr().out.partition("already prepared\n")[2]
+    assert "rows of 1,024 tokens" in again and again in printed
 
 
-def test_the_processes_that_tokenize_and_inspecting_import_nothing_slow(tmp_path, dataset_dir):
+def test_the_processes_that_tokenize_import_nothing_slow(tmp_path):
     """Torch, transformers and datasets are not imported."""
     (tmp_path / "tokenize.py").write_text("import recipe.data.pack\nprint()")
-    for program in ([tmp_path / "tokenize.py"], [ROOT / SCRIPT, "--inspect", dataset_dir]):
-        out, err = start_program("slow_imports.py", *program).communicate()
-        assert out.endswith("\nimported: []\n"), err
+    out, err = start_program("slow_imports.py", tmp_path / "tokenize.py").communicate()
+    assert out.endswith("\nimported: []\n"), err
 
 
 @pytest.mark.parametrize("kind", ["a.txt", "a.jsonl"])

@@ -449,7 +449,7 @@ def test_an_evaluation_has_a_few_rows_and_never_more_than_there_are(typed, num_r
 # ------------------------------------------------------------------ command lines of all programs
 
 SCRIPTS = sorted(path for path in ROOT.glob("scripts/**/*.py") if "CommandLine(" in path.read_text())
-A_PATH = re.compile(r"(^|_)(dir|files?|path|model|inspect|config|peers|nanogpt|tasks|tokenizer_name|dataset_name)$")
+A_PATH = re.compile(r"(^|_)(dir|files?|path|model|config|peers|nanogpt|tasks|tokenizer_name|dataset_name)$")
 
 
 @pytest.fixture(params=SCRIPTS, ids=lambda path: path.stem)

@@ -160,9 +160,6 @@ SCRIPTS = [
     # --- tokenizers and datasets
     ("scripts/train_tokenizer.py --train_file gone.txt --output_dir out", "gone.txt"),
     ("scripts/train_tokenizer.py --train_file blank.txt --output_dir out", "blank.txt"),
-    ("scripts/prepare_data.py --inspect gone", "gone"),
-    ("scripts/prepare_data.py --inspect .", "metadata.json"),
-    ("scripts/prepare_data.py --inspect data --num_shards 8", "--inspect --num_shards"),
     ("scripts/prepare_data.py --train_file a.txt --tokenizer_name small", "--output_dir"),
     ("scripts/prepare_data.py --output_dir out --tokenizer_name small", "--train_file --dataset_name"),
     (f"{PREPARE} gone.txt --tokenizer_name small", "gone.txt"),
