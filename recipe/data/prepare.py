@@ -443,7 +443,7 @@ def print_report(source: TextSource, report: Report, num_bytes: int) -> None:
     skipped = [finding for finding in report if finding.startswith("skipped: ")]
     for finding, count in report.items():
         if finding not in {SEPARATORS, *skipped[SHOWN_ERRORS:]}:
-            say(f"{finding}: {count:,}")
+            say(finding if finding in skipped else f"{finding}: {count:,}")
     if report[REPLACED] > SMALL_SHARE * num_bytes:
         say("warning: so many are another encoding; convert the files, from Latin-1 for example with iconv -f LATIN1")
     if source.document_separator is not None and not report[SEPARATORS]:

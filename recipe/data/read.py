@@ -41,7 +41,7 @@ MASK = "attention_mask"  # a column beside token ids: 0 for padding
 # What only reading the text reveals: findings, and how often.
 Report = Counter[str]
 BLANK = "rows without text (null, empty or blank)"
-SKIPPED = "rows that cannot be read"
+SKIPPED = f"rows that cannot be read (up to {SHOWN_ERRORS} are listed)"
 REPLACED = "bytes that are not UTF-8, or NUL, and became U+FFFD"
 WINDOWS_ENDS = "Windows line ends, which stay in the text and take tokens"
 SEPARATORS = "separators"
@@ -176,7 +176,8 @@ class PartReader:
         except errors as error:
             raise UserError(f"cannot read {self.where}: {one_line(error).rstrip('.')}") from error
         if self.num_skipped > SKIPPED_SHARE * self.number:
-            raise UserError(f"{self.problem} ({self.num_skipped:,} of {self.number:,} cannot be read)")
+            count = f"{self.num_skipped:,} of {self.number:,} rows here cannot be read"
+            raise UserError(f"{self.problem} ({count}; up to {SKIPPED_SHARE:.0%} would be skipped)")
         if is_other_encoding(self.num_bad, self.num_bytes):  # a few in each row
             self.number = 0
             raise UserError(self._not_utf8())
@@ -185,9 +186,9 @@ class PartReader:
         """Count a row that cannot be read."""
         self.problem = self.problem or problem
         self.num_skipped += 1
-        if self.report[SKIPPED] < SHOWN_ERRORS:
-            self.report[f"skipped: {problem}"] += 1
         self.report[SKIPPED] += 1
+        if self.report[SKIPPED] <= SHOWN_ERRORS:
+            self.report[f"skipped: {problem}"] += 1
 
     def decode(self, data: bytes, is_first: bool = False) -> str:
         """Return a document or row as text, with U+FFFD for a few bad bytes. Raises `UserError` if there are many."""
@@ -206,7 +207,7 @@ class PartReader:
         return text.replace("\0", "\ufffd") if num_zeros else text
 
     def _not_utf8(self) -> str:
-        how = "convert it, from Latin-1 (or UTF-16) for example, with iconv -f LATIN1 -t UTF-8"
+        how = "convert it, for example with iconv -f LATIN1 -t UTF-8, or -f UTF-16"
         return f"{self.place()} is binary, or text that is not in UTF-8; {how}"
 
     def place(self) -> str:
@@ -402,8 +403,8 @@ class PartReader:
                     raise UserError(self._not_utf8())
                 continue
             if fields and len(fields) != len(names):
-                count = f"{len(fields)} fields, the header {len(names)}"
-                self.skip(f"{self.place()}: it has {count}; put text that contains commas in quotes")
+                remedy = "; put text that contains commas in quotes" * (len(fields) > len(names))
+                self.skip(f"{self.place()}: {len(fields)} fields, but {len(names)} in the header{remedy}")
             elif fields:
                 yield dict(zip(names, fields, strict=True))
 
@@ -430,7 +431,7 @@ class PartReader:
                 try:  # json accepts more: NaN, half of a surrogate pair, deep nesting
                     row = json.loads(self.decode(line, is_first=True))
                 except (ValueError, RecursionError) as error:
-                    self.skip(f"{self.place()} is not JSON: {error}")
+                    self.skip(f"{self.place()} is not JSON: {getattr(error, 'msg', error)}")  # without its column
                     continue
                 yield row
 

@@ -327,7 +327,7 @@ def describe_progress(values: dict[str, Any], total_bytes: int) -> list[str]:
     used, peak = (values[name] / total_bytes for name in ("memory_bytes", "peak_memory_bytes"))
     waiting, ms = values["share_waiting_for_data"], values["step_ms"]
     parts = [f"loss {values['loss']:.3f}", f"lr {values['learning_rate']:.1e}", f"norm {values['grad_norm']:.2f}"]
-    parts += [f"{values['skipped_steps']:,} updates skipped"] if values["skipped_steps"] else []
+    parts += [f"skipped updates {values['skipped_steps']:,}"] if values["skipped_steps"] else []
     parts += [f"epoch {epoch:.1f}"] if (epoch := values.get("epoch", 0.0)) > 1 else []  # before, progress says it
     parts += [f"{ms:,.{1 if ms < 10 else 0}f} ms", f"{tqdm.format_sizeof(values['tokens_per_second'])} tok/s"]
     parts += [f"{waiting:.0%} waiting for data"] if waiting > WAITING_SHARE else []

@@ -144,7 +144,7 @@ def test_a_few_rows_that_cannot_be_read_are_counted_and_more_are_an_error(tmp_pa
     assert texts_of(source, report=report) == ["good"] * 199
     assert report[SKIPPED] == 1 and f"{name}, line 10" in next(found for found in report if "skipped: " in found)
     (tmp_path / name).write_bytes(header + good * 50 + BAD_ROWS[name] + good * 40)
-    with pytest.raises(UserError, match=rf"{name}, line 5.* \(1 of 9. cannot be read\)"):
+    with pytest.raises(UserError, match=rf"{name}, line 5.* \(1 of 9. rows here cannot be read; up to 1% "):
         read(source)
 
 

@@ -118,7 +118,7 @@ def test_a_log_line_has_the_most_important_numbers_first():
     later = describe_progress(values | {"epoch": 2.51}, 40 * 10**9)
     assert later == [*parts[:3], "epoch 2.5", *parts[3:], utilization, memory]
     more = {"skipped_steps": 3, "share_waiting_for_data": 0.12, "loss_scale": 65536.0}
-    shown = [*parts[:3], "3 updates skipped", *parts[3:], "12% waiting for data", utilization, "scale 65,536", memory]
+    shown = [*parts[:3], "skipped updates 3", *parts[3:], "12% waiting for data", utilization, "scale 65,536", memory]
     assert describe_progress(values | more, 40 * 10**9) == shown
 
 
