@@ -1,6 +1,7 @@
-"""The command line of the scripts, and hints for names of other programs. Imports neither torch nor transformers."""
+"""The command line of the programs, and how a value is read. Imports neither torch nor transformers."""
 
 import argparse
+import functools
 import os
 import re
 import shlex
@@ -9,45 +10,20 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from recipe.config import LISTS, OPTIONS, PATHS
-from recipe.errors import UserError, did_you_mean
+import yaml
 
-# Names of TrainingArguments, run_clm.py and nanoGPT that this program spells in another way.
-OTHER_NAMES = {
-    "mixed_precision": "dtype",
-    "eval_steps": "do_eval eval_strategy evaluation_strategy eval_interval",
-    "max_eval_samples": "eval_iters",
-    "save_steps": "save_strategy",
-    "logging_steps": "log_interval",
-    "dynamo_backend": "torch_compile torch_compile_backend compile",
-    "max_steps": "max_iters lr_decay_iters max_train_samples do_train",
-    "num_train_epochs": "num_epochs",
-    "warmup_steps": "warmup_ratio",
-    "block_size": "max_seq_length seq_len",
-    "per_device_train_batch_size": "batch_size train_batch_size per_device_eval_batch_size",
-    "learning_rate": "lr",
-    "lr_scheduler_kwargs": "min_lr decay_lr",
-    "config_overrides": "config_name dropout n_layer n_head n_embd",
-    "model_name_or_path": "model init_from",
-    "resume_from_checkpoint": "resume",
-    "output_dir": "logging_dir out_dir",
-    "max_grad_norm": "grad_clip",
-    "adam_beta1": "beta1",
-    "adam_beta2": "beta2",
-    "report_to": "wandb wandb_log",
-}
-OTHER_NAMES = {name: f"use --{option}" for option, names in OTHER_NAMES.items() for name in names.split()}
-OTHER_NAMES |= dict.fromkeys(("eval_only", "do_predict"), "use scripts/evaluate_model.py")
-OTHER_NAMES |= dict.fromkeys(("no_cuda", "use_cpu", "device"), "the launcher decides: accelerate launch --cpu")
-OTHER_NAMES |= dict.fromkeys(("torch_compile_mode", "dynamo_mode"), "pass --dynamo_mode to accelerate launch")
-OTHER_NAMES |= dict.fromkeys(("fsdp", "deepspeed"), "the launcher decides: see accelerate_configs/fsdp.yaml")
-OTHER_NAMES |= dict.fromkeys(("overwrite", "overwrite_output_dir"), "delete the folder, or pass another --output_dir")
-OTHER_NAMES["hub_token"] = "log in with `hf auth login` or set HF_TOKEN; never put a token on a command line"
+from recipe.config import ALIASES, CHOICES, KINDS, LISTS, MAPPINGS, OPTIONS, PATHS
+from recipe.errors import UserError, did_you_mean
+from recipe.launcher import FALSE, TRUE
+
+OTHER_NAMES = Path(__file__).parent / "other_names.yaml"  # of options, in other programs
+TRUTH: dict[str, bool] = dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False)  # in any case
 LONG_OPTION = re.compile(r"^--[a-zA-Z][\w-]*(?==|$)")
+SHOWN_CHOICES = 60  # characters in the line of an option in --help; more are in its text
 HOME = re.compile(r"(^|(?<=[=,]))(~|[$]HOME|[$]{HOME})(?=/|$)")  # also in hellaswag=~/a.jsonl
 
 
-class Store(argparse._StoreAction):
+class Store(argparse.Action):
     """Stores a value in place of the default. If a list or mapping is typed twice, the second extends the first."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
@@ -58,7 +34,7 @@ class Store(argparse._StoreAction):
 
 
 class CommandLine(argparse.ArgumentParser):
-    """The parser of a script. It raises `UserError` for mistakes.
+    """The parser of a program. It raises `UserError` for mistakes.
 
     It accepts `--max-steps` for `--max_steps`, joins a list that is typed twice, and expands `~` and `$HOME` in every
     option whose type is `Path` or `as_path`.
@@ -69,14 +45,14 @@ class CommandLine(argparse.ArgumentParser):
         self.register("type", Path, lambda text: Path(as_path(text)))
         self.register("action", None, Store)
 
-    def parse_args(
-        self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> argparse.Namespace:
-        words = underscored(sys.argv[1:] if args is None else args)
-        parsed, unknown = self.parse_known_args(words, namespace or argparse.Namespace())
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             raise UserError(unknown_option(unknown[0], [action.dest for action in self._actions]))
         return parsed
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return super().parse_known_args(underscored(sys.argv[1:] if args is None else args), namespace)
 
     def _parse_optional(self, arg_string: str) -> Any:
         # argparse would take every word that begins with a dash for an option, but `---` and `-Hello` are values.
@@ -85,20 +61,44 @@ class CommandLine(argparse.ArgumentParser):
         return super()._parse_optional(arg_string) if is_option else None
 
     def add_run_options(self, names: Iterable[str], **kwargs: Any) -> None:
-        """Add options of recipe/train.py with their defaults and help. kwargs: for `add_argument`, override them."""
+        """Add options of recipe/train.py with their defaults and help. kwargs: for `add_argument`, override them.
+
+        All of them together have sections, and a BOOL may follow a switch; in a script, that may be the next argument.
+        """
+        names = [*names]
+        group, is_whole = self, names == [*OPTIONS]
         for name in names:
-            default, text = OPTIONS[name].default, OPTIONS[name].metadata["help"].replace("%", "%%")
-            reader = as_path if name in PATHS else float if isinstance(default, float) else str
-            kind: dict[str, Any] = {"type": reader} | ({"nargs": "+"} if name in LISTS else {})
-            if isinstance(default, bool) or OPTIONS[name].metadata.get("const") is True:
-                kind = {"action": "store_true"}
-            self.add_argument(f"--{name}", **{"default": default, "help": text, **kind, **kwargs})
+            marks, kind, choices = OPTIONS[name].metadata, KINDS[name], CHOICES[name]
+            if is_whole and "section" in marks:
+                group = self.add_argument_group(marks["section"])
+            text = marks["help"].replace("%", "%%")
+            shown = {bool: "BOOL", int: "N", float: "N"}.get(kind, f"{{{','.join(choices)}}}" if choices else "VALUE")
+            if len(shown) > SHOWN_CHOICES:
+                shown, text = "NAME", f"{text} One of {', '.join(choices)}."
+            reads: dict[str, Any] = {"type": functools.partial(read_value, name), "metavar": shown}
+            if name in LISTS:
+                reads["nargs"] = "+"
+            elif kind is bool and not is_whole:
+                reads = {"action": "store_true"}
+            elif kind is bool or "alone" in marks:
+                reads |= {"nargs": "?", "const": marks.get("alone", True)}
+            group.add_argument(f"--{name}", **{"default": OPTIONS[name].default, "help": text, **reads, **kwargs})
+            for alias, (_, value) in marks.get("aliases", {}).items() if is_whole else ():
+                reads = {
+                    "type": functools.partial(read_value, alias),
+                    "metavar": "BOOL",
+                    "nargs": "?",
+                    "const": "true",
+                }
+                group.add_argument(
+                    f"--{alias}", help=f"Short for --{name} {value}.", default=argparse.SUPPRESS, **reads
+                )
 
     def parse_with_run_options(self) -> tuple[argparse.Namespace, list[str]]:
         """Return the script's options, and recipe/train.py's as typed. Raises `UserError` for any other."""
-        args, options = self.parse_known_args(underscored(sys.argv[1:]))
+        args, options = self.parse_known_args()
         for text in options:
-            if (name := LONG_OPTION.match(text)) and name[0][2:] not in OPTIONS:
+            if (name := LONG_OPTION.match(text)) and name[0][2:] not in OPTIONS.keys() | ALIASES.keys():
                 raise UserError(unknown_option(text, [*vars(args), *OPTIONS]))
         return args, options
 
@@ -109,17 +109,66 @@ class CommandLine(argparse.ArgumentParser):
         raise UserError(text)
 
 
+def read_value(name: str, text: str) -> Any:
+    """Convert the text of a value, wherever it is written, to the option's type: `off` is False, "no" or "false".
+
+    Raises `UserError` for a mapping or a path that cannot be read. Any other text that is no value of the option is
+    returned as it is, because `TrainConfig` refuses it.
+    """
+    truth = TRUTH.get(text.lower())
+    if name in ALIASES:
+        if truth is None:
+            raise UserError(f"{name} must be true or false, got {text!r}")
+        return OPTIONS[ALIASES[name]].metadata["aliases"][name][truth]
+    if name in PATHS:
+        return as_path(text)
+    if name in MAPPINGS:
+        return read_mapping(name, text)
+    for choice in CHOICES[name]:
+        if choice == text.lower() or (truth is not None and TRUTH.get(choice) is truth):
+            return choice
+    if (kind := KINDS[name]) is bool:
+        return text if truth is None else truth
+    try:
+        return kind(text)
+    except ValueError:
+        return text
+
+
+def read_mapping(name: str, text: str) -> dict[str, Any]:
+    """Parse JSON or `n_layer=4,n_embd=128`, whose values are YAML scalars. Raises `UserError`."""
+    is_json = text.lstrip().startswith("{")
+    try:  # JSON is YAML, and so are pairs after this replacement
+        value = yaml.safe_load(text if is_json else "{" + text.replace("=", ": ") + "}")
+    except yaml.YAMLError:
+        value = None
+    if not isinstance(value, dict) or not (is_json or all("=" in pair for pair in text.split(","))):
+        example = OPTIONS[name].metadata["example"]
+        raise UserError(f"{name} must look like {example} or be a JSON object, got {text!r}")
+    return as_numbers(value)
+
+
+def as_numbers(mapping: dict[str, Any]) -> dict[str, Any]:
+    """Turn values such as `1e-5`, which YAML 1.1 reads as text, into numbers."""
+
+    def number(value: Any) -> Any:
+        try:
+            return float(value) if isinstance(value, str) else value
+        except ValueError:
+            return value
+
+    return {name: number(value) for name, value in mapping.items()}
+
+
 def as_path(text: str) -> str:
     """Expand `~` and `$HOME` in a path, a pattern, or a name that may be a path.
 
-    Raises `UserError` if the home folder is unknown, or if this locale would make libraries disagree on the path.
+    Raises `UserError` if the home folder is unknown.
     """
     if HOME.search(text):
         if (home := os.path.expanduser("~")) == "~":
             raise UserError(f"the home folder in {text} is unknown; set HOME, or write the whole path")
         text = HOME.sub(lambda _: home.rstrip("/"), text) or "/"
-    if not text.isascii() and sys.getfilesystemencoding() != "utf-8":
-        raise UserError(f"the path {ascii(text)} is not safe in this locale; set PYTHONUTF8=1")
     return text
 
 
@@ -147,6 +196,11 @@ def unknown_option(option: str, names: list[str]) -> str:
         hint = "join several values with commas: n_layer=2,n_head=2" if "=" in option else ""
         return f"unexpected argument '{option}'; {hint or 'pass text as --train_file and a recipe as --config'}"
     name = option.lstrip("-").split("=")[0].replace("-", "_")
-    if (answer := OTHER_NAMES.get(name)) and "config_overrides" in names:
-        return f"unknown option --{name}; {answer}"
-    return f"unknown option --{name}; {did_you_mean(name, names, '--')}"
+    answer = find_other_name(name) if "config_overrides" in names else None
+    return f"unknown option --{name}; {answer or did_you_mean(name, names, '--')}"
+
+
+def find_other_name(name: str) -> str | None:
+    """Return what to use instead of an option of another program, or None."""
+    answers = yaml.safe_load(OTHER_NAMES.read_text(encoding="utf-8"))
+    return next((answer for answer, others in answers.items() if name in others.split()), None)

@@ -92,7 +92,7 @@ def did_you_mean(
     name: str, known: Iterable[str], prefix: str = "", otherwise: str = "--help lists all options"
 ) -> str:
     """Suggest the known name closest to a mistyped one, or `otherwise` if none is close."""
-    nearest = difflib.get_close_matches(name.replace("-", "_").removeprefix("no_"), known, n=1, cutoff=0.5)
+    nearest = difflib.get_close_matches(name.replace("-", "_").removeprefix("no_"), known, n=1, cutoff=0.75)
     return f"did you mean {prefix}{nearest[0]}?" if nearest else otherwise
 
 

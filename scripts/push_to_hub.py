@@ -34,7 +34,7 @@ def main() -> int:
         raise UserError(f"{run_dir} is not {what}; `hf upload` uploads any folder")
     listed = {name: value if isinstance(value, list) else [str(value)] for name, value in args.items()}
     options = [text for name, values in listed.items() for text in (f"--{name}", *values)]
-    config, _ = load_config(["--config", str(run_dir / CONFIG_NAME), "--push_to_hub", *options])
+    config = load_config(["--config", str(run_dir / CONFIG_NAME), "--push_to_hub", *options]).config
     if not lock_output_dir(run_dir):
         raise UserError(f"{run_dir} is in use: a run that is still training uploads by itself")
     if (main_branch := look_at_hub(config)) is not None:

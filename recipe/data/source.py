@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from recipe.config import STANDARD_LIBRARY, TEXT_OPTIONS, TrainConfig
+from recipe.config import STANDARD_LIBRARY, TEXT_OPTIONS, TrainConfig, check_value
 from recipe.data.files import (
     TOKENS,
     Files,
@@ -276,8 +276,8 @@ def check_inside(name: str, paths: Iterable[str]) -> None:
 def source_from(config: TrainConfig | Namespace) -> TextSource:
     """Build the text source of a run's config or a script's arguments. Raises `UserError` if it does not exist."""
     options = {name: getattr(config, name) for name in ("dataset_name", *TEXT_OPTIONS)}
-    if not 0 < (percentage := options["validation_split_percentage"]) < 100:
-        raise UserError(f"validation_split_percentage must be between 0 and 100, got {percentage}")
+    for name, value in options.items():
+        check_value(name, value)
     source = TextSource(tuple(config.train_file or ()), tuple(options.pop("validation_file") or ()), **options)
     _ = source.files  # raises if they do not exist
     return source

@@ -257,7 +257,8 @@ def upload(
     refuse_another(config, main_branch, run_id)
     own = checkpoints_of(run_id, branches)
     write_public_files(output_dir, folder, step, repo_id)
-    card = {"hub_options": config.hub_options(), "earlier": [name for name in own if branch_step(name) < step]}
+    hub_options = {name: value for name, value in vars(config).items() if name.startswith("hub_")}
+    card = {"hub_options": hub_options, "earlier": [name for name in own if branch_step(name) < step]}
     if not is_final:
         num_tokens = count_tokens(step, public_events(output_dir, step), config.block_size)
         branch = branch_name(step, num_tokens, run_id)

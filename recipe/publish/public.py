@@ -11,7 +11,16 @@ from typing import Any
 
 import yaml
 
-from recipe.config import CONFIG_NAME, EVAL_TASKS, MISSING, NEEDED, OF_HUB, PUBLIC, SCHEDULE_OPTIONS, VISIBILITY
+from recipe.config import (
+    CONFIG_NAME,
+    EVAL_TASKS,
+    MISSING,
+    NEEDED,
+    OF_HUB,
+    PUBLIC_OPTIONS,
+    SCHEDULE_OPTIONS,
+    marked,
+)
 from recipe.metrics import METRICS_NAME, SCORES, read_events, without_nan
 
 REPEAT_TOLERANCE = 0.05  # nats: three standard deviations of the difference between two seeds, where they were largest
@@ -79,16 +88,15 @@ def public_options(
     of a final model holds the expected loss. repo_id: the repository, which has the tokenizer.
     """
     options = read_options(run_dir)
-    shown = {name: value for name, value in options.items() if VISIBILITY.get(name) == PUBLIC}
+    shown = {name: value for name, value in options.items() if name in PUBLIC_OPTIONS}
     start = next((event for event in events if event["event"] == "start"), {})
     data = start.get("data", {})
     names = {"model_name_or_path": start.get("base_model_id"), "tokenizer_name": data.get("tokenizer_id")}
     names["dataset_name"] = data.get("dataset_id")
     shown |= {name: value for name, value in names.items() if value and value == options.get(name)}
     if "dataset_name" in shown:
-        shown |= {name: value for name, value in options.items() if VISIBILITY.get(name) == OF_HUB}
-    needed = [name for name, visibility in VISIBILITY.items() if visibility == NEEDED]
-    shown |= {name: MISSING for name in needed if options.get(name) and name not in shown}
+        shown |= {name: value for name, value in options.items() if name in marked(OF_HUB)}
+    shown |= {name: MISSING for name in marked(NEEDED) if options.get(name) and name not in shown}
     if "dataset_dir" in shown:
         shown["dataset_dir"] = [MISSING] * len(options["dataset_dir"])
         shown.pop("tokenizer_vocab_size", None)  # the datasets have their tokenizer

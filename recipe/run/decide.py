@@ -438,7 +438,7 @@ def list_other_changes(start: Start) -> dict[str, tuple]:
     return {
         name: (before[name], now)
         for name, now in sorted(vars(start.requested).items())
-        if start.resume.options and name not in told | PATHS and not name.startswith("hub_") and before[name] != now
+        if start.resume.options and name not in {*told, *PATHS} and not name.startswith("hub_") and before[name] != now
     }
 
 

@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -100,14 +100,14 @@ def restored_process() -> Iterator[None]:
     gc.collect()  # not after an error: the launcher's SIGTERM would come before it is reported
 
 
-def open_run(requested: TrainConfig, recipe: str) -> Start:
+def open_run(requested: TrainConfig, recipe: str, notes: Sequence[str]) -> Start:
     """Find the processes, claim the run's folder, look around, decide where the run starts, and act on it.
 
-    Raises `UserError` for options that cannot work, before text is prepared for hours.
+    notes: lines to print. Raises `UserError` for options that cannot work, before text is prepared for hours.
     """
     sharding, state = start_processes(), PartialState()
     own = find_machine(device_of(state), state.num_processes, sharding=sharding)
-    own_paths = PATHS - {"eval_tasks"}  # machines may have the same files in different places
+    own_paths = {*PATHS} - {"eval_tasks"}  # machines may have the same files in different places
     check_same_run({key: value for key, value in vars(requested).items() if key not in own_paths})
     check_same_run({key: value for key, value in vars(own).items() if key not in OF_A_MACHINE})
     machine = combine(gather(own))
@@ -115,6 +115,8 @@ def open_run(requested: TrainConfig, recipe: str) -> Start:
     def begin() -> Start:
         folder = claim_folder(requested, recipe)
         start = decide_start(requested, recipe, look(requested, folder, machine))
+        for note in notes:
+            print(f"note: {note}", flush=True)
         act_on(start)
         return start
 

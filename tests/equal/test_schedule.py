@@ -16,7 +16,7 @@ import recipe.evaluation.validation
 import recipe.train
 from recipe.checkpoint import CheckpointSaver, RunState
 from recipe.command_line import load_config
-from recipe.config import SCHEDULES
+from recipe.config import CHOICES
 from recipe.model.loss import LanguageModelingLoss
 from recipe.optim.schedule import learning_rate_scale, plan_schedule
 from recipe.run.decide import measure_progress
@@ -70,7 +70,7 @@ def test_the_schedules_are_those_of_transformers(kind, arguments, end, warmup):
 
 
 def test_every_schedule_is_compared_with_transformers():
-    assert {kind for kind, _, _ in CASES} == set(SCHEDULES)
+    assert {kind for kind, _, _ in CASES} == {*CHOICES["lr_scheduler_type"]}
 
 
 def test_the_default_schedule_ends_at_a_tenth():

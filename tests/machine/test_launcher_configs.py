@@ -215,7 +215,7 @@ def test_the_job_of_the_readme_resumes_from_the_hub():
     """The options of its command for Hugging Face Jobs: the job's disk is lost, so its state is on the Hub."""
     text = (ROOT / "accelerate_configs" / "README.md").read_text().replace("\\\n", " ")
     (options,) = re.findall(r"hf jobs uv run .* python -m recipe.train (.*)", text)
-    config, _ = load_config(options.split())
+    config = load_config(options.split()).config
     assert publishes_training_state(config) and config.resume_from_checkpoint == "auto"
 
 

@@ -17,7 +17,7 @@ BRANCHES = [f"{name}-aaaaaa" for name in STEPS]  # of `open_uploads`
 
 def open_uploads(run: Path, *options: str, run_id: str = "a" * 12) -> HubUploads:
     """Return what a run with this id has staged for its upload at its end."""
-    config, _ = load_config(["--config", str(run / "training_config.yaml"), *PUSH, *options])
+    config = load_config(["--config", str(run / "training_config.yaml"), *PUSH, *options]).config
     uploads, log = HubUploads(config, run_id, run, print, keeps_all=True), run / "metrics.jsonl"
     log.write_text(re.sub(r'"run_id": "\w+"', f'"run_id": "{run_id}"', log.read_text()))
     for step in (2, 4):

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.checkpoint import CheckpointSaver, RunState
 from recipe.command_line import load_config
-from recipe.config import IDENTITY_OPTIONS, MISSING, OPTIONS, PUBLIC, SCHEDULE_OPTIONS, VISIBILITY
+from recipe.config import IDENTITY_OPTIONS, MISSING, OPTIONS, PUBLIC_OPTIONS, SCHEDULE_OPTIONS
 from recipe.errors import UserError
 from recipe.publish.hub import TRAINING_FILES, branch_name
 from recipe.publish.uploads import HubUploads
@@ -68,7 +68,7 @@ def test_nothing_private_is_in_any_request(train, hub, canaries):
     run = train(*PUSH, *options, "--hub_strategy", "all_checkpoints", output_dir=canaries / "canary-run")
     text = yaml.safe_load((run / "training_config.yaml").read_text())
     for name, option in OPTIONS.items():
-        is_public = VISIBILITY.get(name) == PUBLIC or name.startswith(("hub_", "sample"))
+        is_public = name in PUBLIC_OPTIONS or name.startswith(("hub_", "sample"))
         if "str" in str(option.type) and not is_public:
             text[name] = ["canary"] if "list" in str(option.type) else "canary/canary"
     (run / "training_config.yaml").write_text(yaml.safe_dump(text))
@@ -79,7 +79,7 @@ def test_nothing_private_is_in_any_request(train, hub, canaries):
     (run / "metrics.jsonl").write_text(log)
     (run / "notes-canary.txt").write_text("canary")
     (run / "evaluation.json").write_text(json.dumps({"texts": [{"name": "canary.txt", "loss": 1.0}]}))
-    config, _ = load_config(["--dataset_dir", "x", "--block_size", "32", "--global_batch_size", "4", *PUSH])
+    config = load_config(["--dataset_dir", "x", "--block_size", "32", "--global_batch_size", "4", *PUSH]).config
     uploads = HubUploads(config, read_events(run, "start")[0]["run_id"], run, print, keeps_all=True)
     uploads.add(run / "checkpoint-4", 4)
     assert uploads.finish(4) and len(branches_of(hub)) == 2
@@ -105,10 +105,10 @@ def test_published_options_are_those_that_a_resumed_run_must_share(run, hub):
     assert found.pop("expected_loss")["tokens"] == 4 * 4 * 32
     assert found.items() <= own.items()
     (run / "public.yaml").write_bytes(public)
-    config, _ = load_config(["--config", str(run / "public.yaml"), "--dataset_dir", *own["dataset_dir"]])
-    first, _ = load_config(["--config", str(run / "training_config.yaml")])
+    config = load_config(["--config", str(run / "public.yaml"), "--dataset_dir", *own["dataset_dir"]]).config
+    first = load_config(["--config", str(run / "training_config.yaml")]).config
     for name in (*IDENTITY_OPTIONS, "global_batch_size", *SCHEDULE_OPTIONS):
-        assert VISIBILITY[name] == PUBLIC
+        assert name in PUBLIC_OPTIONS
         assert getattr(config, name) == getattr(first, name)
 
 

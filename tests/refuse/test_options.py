@@ -5,16 +5,15 @@ import dataclasses
 import json
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from helpers import ROOT, run_script
 
-from recipe.arguments import OTHER_NAMES, CommandLine, Store, as_path, shell_command
-from recipe.command_line import CONFIGS_DIR, load_config, parse_value
-from recipe.config import KINDS, MAPPINGS, OPTIONS, PATHS, SECTIONS, TrainConfig, write_config
+from recipe.arguments import OTHER_NAMES, CommandLine, Store, read_value, shell_command
+from recipe.command_line import CONFIGS_DIR, load_config
+from recipe.config import ALIASES, MAPPINGS, OPTIONS, PATHS, TrainConfig, write_config
 from recipe.data.files import find_files
 from recipe.evaluation.validation import count_eval_rows
 from recipe.hardware.choices import Machine
@@ -30,7 +29,7 @@ RECIPES = sorted(path.stem for path in CONFIGS_DIR.glob("*.yaml"))
 
 
 def load(*argv: object) -> TrainConfig:
-    return load_config([*map(str, argv)])[0]
+    return load_config([*map(str, argv)]).config
 
 
 def values_of(config: TrainConfig, names: dict) -> dict:
@@ -54,29 +53,29 @@ def recipe(tmp_path):
 
 def test_the_command_line_overrides_the_recipe_which_overrides_the_defaults(recipe):
     options = recipe("dataset_dir: from_file\nlearning_rate: 1.0e-3\nmax_steps: 7\n")
-    config, name = load_config([*options, "--max_steps", "9"])
+    config, name, _ = load_config([*options, "--max_steps", "9"])
     found = config.dataset_dir, config.learning_rate, config.max_steps, config.adam_beta2, name
     assert found == (["from_file"], 1e-3, 9, 0.95, "mine")
 
 
 def test_own_text_keeps_the_demos_shape_and_batch():
-    demo, name = load_config([])
+    demo, name, _ = load_config([])
     assert (name, demo.dataset_name) == ("demo", "python_standard_library")
-    config, name = load_config(["--train_file", "a.txt", "b.txt"])
-    own = {"dataset_name": None, "train_file": ["a.txt", "b.txt"], "max_eval_samples": "auto"}
+    config, name, _ = load_config(["--train_file", "a.txt", "b.txt"])
+    own = {"dataset_name": None, "train_file": ["a.txt", "b.txt"], "max_eval_samples": "auto", "expected_loss": None}
     assert name == "demo" and config == dataclasses.replace(demo, **own)
 
 
 def test_own_weights_take_the_recipe_of_fine_tuning():
     own = ["--model_name_or_path", "X", "--train_file", "Y"]
-    assert load_config(own) == (load(*own, "--config", "gpt2_finetune"), "gpt2_finetune")
+    assert load_config(own)[:2] == (load(*own, "--config", "gpt2_finetune"), "gpt2_finetune")
 
 
 def test_a_saved_config_in_the_current_folder_names_its_run(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path / "mine")
     write_config(load(*DATA), Path("training_config.yaml"))
-    config, name = load_config(["--config", "training_config.yaml"])
+    config, name, _ = load_config(["--config", "training_config.yaml"])
     assert name == "mine" and claim_folder(config, name).name == "mine"
     release_output_dirs()
 
@@ -104,35 +103,57 @@ def test_config_overrides_are_merged_key_by_key(recipe):
     assert config.config_overrides == {"n_layer": 4, "n_head": 12, "resid_pdrop": 0.1}
 
 
-FAST = "--config gpt2_124m_fast --dataset_dir d"
-EXPECTED = "expected_loss: {value: 3.28, tolerance: 0.05, tokens: 9, dataset: a/b, source: c}"
+BIG, FAST = "--config gpt2_124m --dataset_dir d", "--config gpt2_124m_fast --dataset_dir d"
+LARGE_CHAR = "--config shakespeare_char_large --train_file a.txt"
+DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
+CHOSEN = [  # a typed option -> what becomes of the recipe's values that were chosen for another value of it
+    ("--lr_scheduler_type linear", {"lr_scheduler_kwargs": None}),
+    ("--lr_scheduler_type warmup_stable_decay", {"lr_scheduler_kwargs": load().lr_scheduler_kwargs}),  # the same one
+    ("--max_steps 5", {"max_minutes": None, "num_train_epochs": None}),
+    ("--num_train_epochs 6", {"max_minutes": None, "num_train_epochs": 6}),  # also if they are the recipe's
+    ("--streaming --dataset_name a/b", {"num_train_epochs": None, "max_minutes": 2.75, "max_steps": None}),
+    (f"{LARGE_CHAR} --model_name_or_path m", {"tokenizer_vocab_size": None, "config_overrides": DROPOUT}),
+    (f"{LARGE_CHAR} --model_type llama", {"tokenizer_vocab_size": 257, "config_overrides": DROPOUT}),
+    (f"{LARGE_CHAR} --model_type gpt2", {"config_overrides": DROPOUT | {"n_layer": 6, "n_head": 6, "n_embd": 384}}),
+    (f"{BIG} --optim adamw_bnb_8bit", {"learning_rate": 6e-4, "weight_decay": 0.1}),  # also an AdamW
+    (f"{FAST} --optim adamw_torch --learning_rate 1e-3", {"learning_rate": 1e-3, "weight_decay": 0.1}),
+    (f"{FAST} --optim muon", {"learning_rate": 2e-3, "weight_decay": 0.15}),
+]
 
 
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        ("--lr_scheduler_type linear", {"lr_scheduler_kwargs": None}),
-        ("--max_steps 5", {"max_minutes": None}),
-        ("--config demo --model_name_or_path m", {"tokenizer_vocab_size": None}),
-        (FAST, {"learning_rate": 2e-3, "weight_decay": 0.15}),
-        (f"{FAST} --optim adamw_torch_fused", {"learning_rate": 6e-4, "weight_decay": 0.1}),  # AdamW's, not Muon's
-        (f"{FAST} --optim adamw_torch_fused --learning_rate 1e-3", {"learning_rate": 1e-3, "weight_decay": 0.1}),
-    ],
-)
-def test_typed_options_remove_recipe_values_that_no_longer_apply(argv, expected):
+@pytest.mark.parametrize(("argv", "expected"), CHOSEN)
+def test_what_a_recipe_chose_for_a_value_goes_with_it(argv, expected):
     assert values_of(load(*argv.split()), expected) == expected
 
 
 @pytest.mark.parametrize(
-    ("content", "argv", "is_kept"),
+    ("argv", "is_kept"),
     [
-        (EXPECTED, "--max_steps 9", True),
-        (EXPECTED, "--config_overrides n_layer=3", False),
-        ("expected_loss: {value: 3.28}", "--config_overrides n_layer=3", False),  # whatever it holds
+        (f"{BIG} --max_steps 9 --block_size 1024", True),
+        (f"{BIG} --config_overrides n_layer=3", False),
+        (f"{BIG} --tokenizer_name t", False),  # the loss is that of GPT-2's
+        (f"{BIG} --block_size 512", False),
+        ("--dataset_dir d", False),
     ],
 )
-def test_another_model_has_no_expected_loss(recipe, content, argv, is_kept):
-    assert (load(*recipe(content), *DATA, *argv.split()).expected_loss is not None) == is_kept
+def test_another_model_or_text_has_no_expected_loss(argv, is_kept):
+    assert (load(*argv.split()).expected_loss is not None) == is_kept
+
+
+@pytest.mark.parametrize(
+    ("argv", "names"),
+    [
+        (f"{FAST} --optim adamw_torch --learning_rate 1e-3", "weight_decay 0.1 0.15 muon"),
+        ("--optim adamw_torch --learning_rate 1e-3 --weight_decay 0.2", ""),
+        ("--config_overrides n_embd=384,n_head=6", "learning_rate 0.01 128 384"),
+        ("--model_type llama --config_overrides hidden_size=384", "learning_rate 0.01 128 384"),
+        ("--config_overrides n_embd=384,n_head=6 --learning_rate 5e-3", ""),
+        ("--config_overrides n_embd=128,n_layer=6", ""),
+    ],
+)
+def test_a_note_says_what_was_chosen_for_another_model_or_optimizer(argv, names):
+    notes = load_config(argv.split()).notes
+    assert len(notes) == bool(names) and all(name in notes[0] for name in names.split())
 
 
 # What a recipe, or a command line, says of the length -> steps, epochs and minutes of the run.
@@ -145,7 +166,6 @@ IN_RECIPES = {
     "max_steps: 30\nmax_minutes: 3": (30, None, 3),
 }
 TYPED = {
-    "--max_minutes 9": (None, None, 9),
     "--max_minutes 9 --max_steps 40": (40, None, 9),
     "--num_train_epochs 4": (None, 4, None),
     "--num_train_epochs 4 --max_steps -1": (None, 4, None),
@@ -161,6 +181,7 @@ LENGTHS = [
     (content, argv, length) for content, own in IN_RECIPES.items() for argv, length in {"": own, **TYPED}.items()
 ]
 LENGTHS += [("num_train_epochs: 2\nmax_minutes: 3", argv, length) for argv, length in WITH_A_LIMIT.items()]
+LENGTHS += [(own, "--max_minutes 9", (None, 2 if "epochs" in own else None, 9)) for own in IN_RECIPES]
 
 
 @pytest.mark.parametrize(("content", "argv", "length"), LENGTHS)
@@ -301,7 +322,6 @@ def test_a_value_means_the_same_everywhere(tmp_path, monkeypatch, recipe, option
     [
         ("output_dir:", "output_dir", None),
         ("config_overrides: null", "config_overrides", None),
-        ("max_eval_samples: null", "max_eval_samples", "all"),
         ("report_to: []", "report_to", []),
         ("<<: {seed: 3, run_name: 007}", "seed", 3),
         ("seed: 1\nseed: 2", "seed", 2),  # YAML keeps the last
@@ -358,8 +378,10 @@ def test_names_of_training_arguments(recipe, typed, line, option, expected):
 
 
 def test_the_answers_for_options_of_other_programs_name_existing_ones():
-    assert not OPTIONS.keys() & OTHER_NAMES
-    for answer in OTHER_NAMES.values():
+    answers = yaml.safe_load(OTHER_NAMES.read_text())
+    names = [name for others in answers.values() for name in others.split()]
+    assert len(set(names)) == len(names) and not OPTIONS.keys() & names
+    for answer in answers:
         assert set(re.findall(r"--([a-z_0-9]+)", answer)) <= {*OPTIONS, "cpu", "dynamo_mode"}, answer
 
 
@@ -371,8 +393,9 @@ def test_help_lists_every_option_once_with_the_defaults_of_the_recipe(capsys, mo
     assert re.search(r"--learning_rate N [^-]*\(default: 0\.002\)", text)
     assert re.search(r"--max_steps N [^-]*\(default: 7820\)", text)
     listed = re.findall(r"^  --(\w+)", shown, re.MULTILINE)
-    assert [name for name in listed if name not in ("config", "bf16", "fp16", "tf32")] == list(OPTIONS)
-    assert re.findall(r"^(\S.*):$", shown, re.MULTILINE) == ["options", *SECTIONS.values()]
+    assert [name for name in listed if name not in ("config", *ALIASES)] == list(OPTIONS)
+    sections = [option.metadata["section"] for option in OPTIONS.values() if "section" in option.metadata]
+    assert re.findall(r"^(\S.*):$", shown, re.MULTILINE) == ["options", *sections] and len(sections) > 5
 
 
 # ------------------------------------------------------------------ the recipes, and what their numbers lead to
@@ -482,15 +505,8 @@ def test_every_list_of_a_script_goes_on_when_it_is_given_twice(parser):
 
 def test_options_of_a_run_that_expand_the_home_folder_are_paths():
     """All whose name says so; the others are text, of which `~` and `$HOME` are a part."""
-    assert {name for name in OPTIONS if A_PATH.search(name)} <= PATHS
-    texts = {name for name in OPTIONS.keys() - MAPPINGS.keys() if KINDS[name] is str}
-    assert {name for name in texts if parse_value(name, "~/x") != "~/x"} == PATHS
-
-
-@pytest.mark.parametrize(("path", "encoding"), [("läufe/a", "utf-8"), ("runs/a", "ascii"), ("runs/a", "iso8859-1")])
-def test_a_path_that_every_library_spells_alike_is_taken(monkeypatch, path, encoding):
-    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: encoding)
-    assert as_path(path) == path
+    assert {name for name in OPTIONS if A_PATH.search(name)} <= {*PATHS}
+    assert {name for name in OPTIONS.keys() - MAPPINGS if read_value(name, "~/x") != "~/x"} == {*PATHS}
 
 
 @pytest.mark.parametrize(

@@ -104,10 +104,10 @@ RECIPES = [  # content -> what the answer names
     ("1: 2", "'1'"),
     ("bf16: true\nmixed_precision: fp16", "mine.yaml mixed_precision"),
     ("tf32: true\nmatmul_precision: high", "matmul_precision"),
-    ("tf32: sure", "matmul_precision: 'sure'"),
-    ("mixed_precision: int8", "mixed_precision: 'int8'"),
-    ("dataset_weights: [a]", "mine.yaml dataset_weights: 'a'"),
-    ("seed: 1.5", "seed: '1.5'"),
+    ("tf32: sure", "mine.yaml tf32 'sure'"),
+    ("mixed_precision: int8", "mine.yaml mixed_precision 'int8'"),
+    ("dataset_weights: [a]", "mine.yaml dataset_weights 'a'"),
+    ("seed: 1.5", "mine.yaml seed '1.5'"),
     ("tokenizer_vocab_size: 256", "tokenizer_vocab_size 257"),  # the bytes and the end-of-text token
     ("learning_rate: [1]", "learning_rate single"),
     ("config_overrides: 3", "config_overrides n_layer=4"),
@@ -115,8 +115,8 @@ RECIPES = [  # content -> what the answer names
     ("max_steps: 40\nnum_train_epochs: 0.5", "mine.yaml max_steps 40 num_train_epochs 0.5"),
     ("hub_language: [en, null]", "mine.yaml hub_language"),
     ("train_file: [a, ~]", "mine.yaml train_file"),
-    ("optim: --", "optim: '--'"),
-    ("resume_from_checkpoint: true", "--resume_from_checkpoint true auto"),
+    ("optim: --", "mine.yaml optim '--' muon"),
+    ("max_eval_samples: null", "mine.yaml max_eval_samples"),
     ("seed:", "seed"),
 ]
 
@@ -173,8 +173,8 @@ def test_a_recipe_from_the_hub_sets_no_private_option(published, name):
     check_refusal("recipe/train.py --config hf://jo/run", f"hf://jo/run {name}; training_config.yaml")
 
 
-def test_every_other_option_may_come_from_the_hub():
-    assert {name for name in OPTIONS if not may_come_from_hub(name, MISSING)} == PRIVATE
+def test_private_options_stay_private():
+    assert {name for name in OPTIONS if not may_come_from_hub(name, MISSING)} >= PRIVATE
 
 
 def test_a_recipe_from_the_hub_is_obeyed_in_what_is_public(published):
