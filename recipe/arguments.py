@@ -23,6 +23,15 @@ SHOWN_CHOICES = 60  # characters in the line of an option in --help; more are in
 HOME = re.compile(r"(^|(?<=[=,]))(~|[$]HOME|[$]{HOME})(?=/|$)")  # also in hellaswag=~/a.jsonl
 
 
+class ScalarLoader(yaml.SafeLoader):
+    """Reads YAML 1.1 with numbers such as 1e-5, which it would take for text."""
+
+
+ScalarLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
 class Store(argparse.Action):
     """Stores a value in place of the default. If a list or mapping is typed twice, the second extends the first."""
 
@@ -90,9 +99,7 @@ class CommandLine(argparse.ArgumentParser):
                     "nargs": "?",
                     "const": "true",
                 }
-                group.add_argument(
-                    f"--{alias}", help=f"Short for --{name} {value}.", default=argparse.SUPPRESS, **reads
-                )
+                group.add_argument(f"--{alias}", **reads, default=argparse.SUPPRESS, help=f"Sets {name} to {value}.")
 
     def parse_with_run_options(self) -> tuple[argparse.Namespace, list[str]]:
         """Return the script's options, and recipe/train.py's as typed. Raises `UserError` for any other."""
@@ -139,25 +146,13 @@ def read_mapping(name: str, text: str) -> dict[str, Any]:
     """Parse JSON or `n_layer=4,n_embd=128`, whose values are YAML scalars. Raises `UserError`."""
     is_json = text.lstrip().startswith("{")
     try:  # JSON is YAML, and so are pairs after this replacement
-        value = yaml.safe_load(text if is_json else "{" + text.replace("=", ": ") + "}")
+        value = yaml.load(text if is_json else "{" + text.replace("=", ": ") + "}", ScalarLoader)
     except yaml.YAMLError:
         value = None
     if not isinstance(value, dict) or not (is_json or all("=" in pair for pair in text.split(","))):
         example = OPTIONS[name].metadata["example"]
         raise UserError(f"{name} must look like {example} or be a JSON object, got {text!r}")
-    return as_numbers(value)
-
-
-def as_numbers(mapping: dict[str, Any]) -> dict[str, Any]:
-    """Turn values such as `1e-5`, which YAML 1.1 reads as text, into numbers."""
-
-    def number(value: Any) -> Any:
-        try:
-            return float(value) if isinstance(value, str) else value
-        except ValueError:
-            return value
-
-    return {name: number(value) for name, value in mapping.items()}
+    return value
 
 
 def as_path(text: str) -> str:

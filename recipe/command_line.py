@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from recipe.arguments import CommandLine, as_numbers, as_path, find_other_name, read_value
+from recipe.arguments import CommandLine, ScalarLoader, as_path, find_other_name, read_value
 from recipe.config import (
     ADDRESS,
     ALIASES,
@@ -180,7 +180,8 @@ def unified(values: dict[str, Any]) -> dict[str, Any]:
     own: dict[str, Any] = {}
     for alias, value in values.items():
         name = ALIASES.get(alias, alias)
-        require(name not in own, f"{alias} and another name set {name}; keep only one of them")
+        names = [other for other in values if ALIASES.get(other, other) == name]
+        require(names == [alias], f"{' and '.join(names)} set the same option; keep only one of them")
         if (name, value) != ("max_steps", -1):
             check_value(name, value)
             own[name] = value
@@ -205,7 +206,7 @@ def load_yaml(recipe: str) -> dict[str, Any]:
         raise UserError(f"there is no recipe {'file ' * is_file}'{recipe}'; {hint} (recipes: {', '.join(RECIPES)})")
     try:
         text = path.read_text(encoding="utf-8")
-        content, typed = yaml.load(text, TextLoader), yaml.safe_load(text)
+        content, typed = yaml.load(text, TextLoader), yaml.load(text, ScalarLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{recipe} is not valid YAML: {one_line(error)!r}") from error
     require(isinstance(content, dict), f"{recipe} must contain a mapping of options to values")
@@ -229,7 +230,7 @@ def read_yaml(name: str, value: Any, typed: Any) -> Any:
     if value is None:
         return None
     if isinstance(typed, dict) and name in MAPPINGS and all(isinstance(key, str) for key in typed):
-        return as_numbers(typed)
+        return typed
     items = value if isinstance(value, list) and name in LISTS else [value]
     if any(item is None or isinstance(item, (list, dict, set)) for item in items):
         what = "a list of single values" if name in LISTS else "a single value"

@@ -97,14 +97,10 @@ class TrainConfig:
         None, f"Hub id or local folder of a dataset to prepare, or {STANDARD_LIBRARY}.", NEEDED, PATH
     )
     dataset_config_name: str | None = option(None, "Configuration of dataset_name.", OF_HUB, TEXT)
-    dataset_revision: str | None = option(
-        None, "Branch, tag or commit of a Hub dataset. Default: the newest.", OF_HUB, TEXT
-    )
+    dataset_revision: str | None = option(None, "Branch, tag or commit on the Hub. Default: the newest.", OF_HUB, TEXT)
     dataset_split: str = option("train", "Split of dataset_name that holds the training documents.", OF_HUB, TEXT)
     document_separator: str | None = option(None, r"Separates documents within .txt files, e.g. '\n\n'.", NEEDED, TEXT)
-    parse_special_tokens: bool = option(
-        False, "Encode the tokenizer's special tokens in a text as their ids.", PUBLIC, TEXT
-    )
+    parse_special_tokens: bool = option(False, "Encode special tokens in a text as their ids.", PUBLIC, TEXT)
     preprocessing_num_workers: int | None = option(
         None, "Processes that tokenize. Default: one per core.", PUBLIC, at_least=1
     )
@@ -115,20 +111,12 @@ class TrainConfig:
     tokenizer_name: str | None = option(
         None, "Tokenizer folder or Hub id. Default: train one on the training text.", NEEDED, PATH
     )
-    tokenizer_vocab_size: int | None = option(
-        None, "Size of the tokenizer to train, at least 257.", PUBLIC, at_least=257
-    )
+    tokenizer_vocab_size: int | None = option(None, "Size of the tokenizer to train.", PUBLIC, at_least=257)
     cache_dir: str = option("runs/data", "Folder for datasets prepared from train_file or dataset_name.", PATH)
-    streaming: bool = option(
-        False, "Tokenize a dataset of the Hub during training instead of preparing it first.", IDENTITY
-    )
+    streaming: bool = option(False, "Tokenize a dataset of the Hub while training, not before.", IDENTITY)
     block_size: int = option(1024, "Tokens per row (sequence length).", IDENTITY, at_least=1)
-    data_placement: Literal["mmap", "ram", "device"] = option(
-        "mmap", "Read packed rows from file, RAM or device.", PUBLIC
-    )
-    dataloader_num_workers: int = option(
-        0, "Processes that build batches; 0 uses the main process.", PUBLIC, at_least=0
-    )
+    data_placement: Literal["mmap", "ram", "device"] = option("mmap", "Where packed rows are read from.", PUBLIC)
+    dataloader_num_workers: int = option(0, "Processes that build batches; 0: the main one.", PUBLIC, at_least=0)
 
     model_name_or_path: str | None = option(
         None, "Model to start from (folder or Hub id). Default: random weights.", NEEDED, PATH, section="Model"
@@ -139,9 +127,7 @@ class TrainConfig:
     config_overrides: dict[str, Any] | None = option(
         None, "Model config: n_layer=4,n_embd=128, or JSON.", PUBLIC, example="n_layer=4,n_embd=128"
     )
-    pad_vocab_to_multiple_of: int = option(
-        128, "Pad the vocabulary to a multiple, in training only.", IDENTITY, at_least=1
-    )
+    pad_vocab_to_multiple_of: int = option(128, "Pad the vocabulary, in training only.", IDENTITY, at_least=1)
     attn_implementation: Literal["auto", "sdpa", "eager"] = option(
         "auto", "sdpa: flash kernels; eager: matmuls.", PUBLIC
     )
@@ -175,9 +161,7 @@ class TrainConfig:
     )
 
     max_steps: int | None = option(19073, "Optimizer steps.", SCHEDULE, at_least=1, section="Optimizer and schedule")
-    num_train_epochs: float | None = option(
-        None, "Passes over the training rows, instead of max_steps.", PUBLIC, above=0
-    )
+    num_train_epochs: float | None = option(None, "Passes over the data, instead of max_steps.", PUBLIC, above=0)
     max_minutes: float | None = option(
         None,
         "Time limit of the run, from when its text is prepared; the schedule follows it. Steps or epochs are then an "

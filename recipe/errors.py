@@ -101,6 +101,11 @@ def one_line(error: object) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
+def plural(count: int, word: str, ending: str = "s") -> str:
+    """Return a number of things: `1 process`, `2 processes` (ending: es)."""
+    return f"{count:,} {word}" + (ending if count != 1 else "")
+
+
 def short_reason(error: BaseException) -> str:
     """Summarize another library's exception in one line: its name and message.
 

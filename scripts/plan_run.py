@@ -42,9 +42,9 @@ from recipe.command_line import load_config, load_yaml
 from recipe.config import DATA_SOURCES, STANDARD_LIBRARY, TrainConfig, is_missing, write_config
 from recipe.data.tokens import id_type_of
 from recipe.environment import count_cpus, describe_device
-from recipe.errors import UserError, run_main, short_reason
+from recipe.errors import UserError, plural, run_main, short_reason
 from recipe.hardware.accelerator import find_machine, measure_open
-from recipe.hardware.choices import Choice, Machine, apply_choices, check_sharded, choose
+from recipe.hardware.choices import Choice, Machine, apply_choices, check_sharded, choose, in_words
 from recipe.hardware.devices import why_no_inductor
 from recipe.hardware.gpus import find_gpu, load_gpu
 from recipe.hardware.memory import MemoryPlan, estimate_bytes, measure_usable_bytes, plan_memory
@@ -111,7 +111,7 @@ def check_machine(config: TrainConfig, choices: dict[str, Choice]) -> int:
     checks: dict[str, Callable[[], str]] = {
         "packages": check_packages,
         "device": check_device,
-        "precision": lambda: f"{choices['precision'].value}: {choices['precision'].reason}",
+        "precision": lambda: f"{in_words('precision', choices['precision'].value)}: {choices['precision'].reason}",
         "compiler": check_compiler,
         "disk": lambda: check_disk(config),
         "Hub": lambda: check_hub(config),
@@ -215,8 +215,8 @@ def measure_steps(config_file: str | None, config: TrainConfig, backend: str) ->
     if config.max_steps:
         hours = config.max_steps * config.tokens_per_step / speed / 3600
         length = f"{hours:,.2f} hours for {config.max_steps:,} steps"
-    processes = f"{summary['num_processes']} process{'es' * (summary['num_processes'] > 1)}"
-    launched = f"{processes}, {summary['mixed_precision']}, {summary['dynamo_backend']}"
+    launched = f"{plural(summary['num_processes'], 'process', 'es')}, "
+    launched += f"{in_words('precision', summary['mixed_precision'])}, {in_words('dynamo', summary['dynamo_backend'])}"
     rows = summary["per_device_train_batch_size"]
     measured = f"{memory:.1f} GB, {rows} rows per forward pass, {ms:,.0f} ms per step, {speed:,.0f} tokens/s"
     return f"{launched}: {measured}: {length}"

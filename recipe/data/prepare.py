@@ -56,7 +56,7 @@ from recipe.data.tokenizer import (
 )
 from recipe.disk import lock
 from recipe.environment import count_cpus
-from recipe.errors import UserError
+from recipe.errors import UserError, plural
 from recipe.progress import progress_target
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def keep_tokenizer(
     partial.mkdir(parents=True, exist_ok=True)
     if tokenizer is None:
         assert tokenizer_vocab_size is not None  # `prepare_dataset` gets one or the other
-        say("training a tokenizer; --max_minutes counts from when the text is prepared")
+        say("training a tokenizer")
         tokenizer = train_tokenizer(read_train_texts(source, units), tokenizer_vocab_size)
         size = f"{count_ids(tokenizer):,} of up to {tokenizer_vocab_size:,} tokens"
         say(f"trained a byte-level BPE of {size} in {time.perf_counter() - started_at:.1f} s")
@@ -348,7 +348,7 @@ def finish(
     documents, tokens, num_bytes = (sum(split[key] or 0 for split in metadata["splits"].values()) for key in shown)
     seconds = time.perf_counter() - target.started_at
     say(f"packed into {directory} in {seconds:.1f} s ({num_bytes / 1e6 / seconds:.1f} MB/s):")
-    say(f"  {documents:,} documents, {tokens:,} tokens")
+    say(f"  {plural(documents, 'document')}, {tokens:,} tokens")
     return read_metadata(directory)
 
 

@@ -28,8 +28,10 @@ from recipe.hardware.devices import device_of, has_bf16_units, why_no_inductor
 from recipe.hardware.probe import Measured, measure_rates
 from recipe.hardware.processes import find_typed_threads, list_thread_counts
 from recipe.hardware.sharding import Sharding, list_blocks, shard
-from recipe.launcher import answer, dynamo_mode
+from recipe.launcher import TRUE, answer, dynamo_mode
 from recipe.model.loss import LanguageModelingLoss
+
+UNUSED_ANSWERS = ("dynamo_use_dynamic", "dynamo_use_regional_compilation")  # of `accelerate config`
 
 
 def find_machine(device: torch.device, num_processes: int = 1, **known: Any) -> Machine:
@@ -40,6 +42,7 @@ def find_machine(device: torch.device, num_processes: int = 1, **known: Any) -> 
         launcher_precision=answer("MIXED_PRECISION", "no"),
         launcher_backend=answer("DYNAMO_BACKEND", "no"),
         launcher_mode=dynamo_mode(),
+        launcher_unused=tuple(name for name in UNUSED_ANSWERS if answer(name.upper(), "false") in TRUE),
         has_bf16=has_bf16_units(device),
         why_no_inductor=why_no_inductor(device),
         typed_threads=find_typed_threads(),

@@ -33,6 +33,7 @@ OF_A_MACHINE = {
     "typed_threads",
     "thread_counts",
 }  # see `combine`
+UNUSED_REASON = "not used: the whole module is compiled, for its fixed shapes"
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
@@ -42,6 +43,11 @@ class Choice:
 
     value: str
     reason: str
+
+
+def in_words(label: str, value: str) -> str:
+    """Return a choice as people say it; Accelerate's word for fp32, and for what is not compiled, is "no"."""
+    return {"precision": "fp32", "dynamo": "not compiled"}.get(label, value) if value == "no" else value
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,7 @@ class Machine:
     launcher_precision: str = "no"
     launcher_backend: str = "no"
     launcher_mode: str = "default"
+    launcher_unused: tuple[str, ...] = ()  # its answers about compilation that no run follows
     has_bf16: bool = True  # whether the matrix units of a CUDA device have it
     why_no_inductor: str | None = None
     typed_threads: int | None = None  # of a process on a CPU
@@ -163,9 +170,11 @@ def choose(config: TrainConfig, machine: Machine, measured: Measured | None) -> 
         choices["threads"] = Choice(str(measured.num_threads), f"one per {which} is fastest here")
     if choices["dynamo"].value == "inductor" and machine.launcher_mode != "default":
         choices["mode"] = Choice(machine.launcher_mode, "set by the launcher")
+    if choices["dynamo"].value != "no" and machine.launcher_unused:
+        choices["launcher"] = Choice(" and ".join(machine.launcher_unused), UNUSED_REASON)
     if config.bf16_residual:
         if choices["precision"].value != "bf16":
-            precision = f"{choices['precision'].value}: {choices['precision'].reason}"
+            precision = f"{in_words('precision', choices['precision'].value)}: {choices['precision'].reason}"
             raise UserError(f"--bf16_residual requires bf16 mixed precision, but this run uses {precision}")
         choices["residual"] = Choice("bf16", "requested by --bf16_residual")
     return choices

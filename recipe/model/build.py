@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.activations import ACT2FN
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -126,7 +127,9 @@ def build_model_config(
         # On the meta device, before text is prepared for hours. Each type reports a bad shape with its own exception.
         count_flops_per_token(model_config, count_parameters(model_config), config.block_size)
     except Exception as error:
-        reason = short_reason(error.__cause__ or error)
+        reason, name = short_reason(error.__cause__ or error), error.args[0] if error.args else None
+        if isinstance(error, KeyError) and name in overrides.values():
+            reason = f"Transformers has no {name!r}; {did_you_mean(name, ACT2FN, otherwise='try gelu_new')}"
         raise UserError(f"config_overrides describe a {model_type} that cannot be built: {reason}") from error
     check_model(model_config, _attention_of(config, model_type))
     return model_config

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from recipe.config import TrainConfig
+from recipe.errors import plural
 from recipe.model.weights import is_vocabulary
 
 _SIZES: dict[str, tuple[int, int, int]] = {}  # building a model takes 0.1 s, even on the meta device
@@ -57,7 +58,7 @@ def find_odd_size(model_config: PreTrainedConfig) -> str | None:
     if head_dim % 8 == 0:
         return None
     better = head_dim - head_dim % -8
-    problem = f"{num_heads} heads of {head_dim} values: GPUs are made for multiples of 8"
+    problem = f"{plural(num_heads, 'head')} of {head_dim} values: GPUs are made for multiples of 8"
     return f"{problem}; {better}, a width of {num_heads * better}, is faster"
 
 

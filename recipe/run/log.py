@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from recipe.checkpoint import RunState
 from recipe.data.batches import TrainBatches
-from recipe.errors import UserError, short_reason
+from recipe.errors import UserError, plural, short_reason
 from recipe.hardware.devices import memory_bytes, peak_flops_per_second, peak_memory_bytes
 from recipe.hardware.memory import measure_total_bytes
 from recipe.metrics import (
@@ -291,8 +291,7 @@ class RunLog:
         if has_begun_to_diverge(self.events):
             self.say("validation rises while training falls: the model begins to memorize its text")
         if has_stalled(state, patience := self.config.early_stopping_patience):
-            plural = "s" * (patience != 1)
-            self.say(f"stopping early: {patience} evaluation{plural} without a new lowest validation loss")
+            self.say(f"stopping early: {plural(patience, 'evaluation')} without a new lowest validation loss")
 
     def record_changes(self, step: int, changes: dict[str, tuple]) -> None:
         """Record that later steps follow another schedule, or other options. changes: {option: (old, new)}."""

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import os
 import shutil
+import textwrap
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -116,7 +117,7 @@ def open_run(requested: TrainConfig, recipe: str, notes: Sequence[str]) -> Start
         folder = claim_folder(requested, recipe)
         start = decide_start(requested, recipe, look(requested, folder, machine))
         for note in notes:
-            print(f"note: {note}", flush=True)
+            print(textwrap.fill(f"note: {note}", 80, subsequent_indent="  "), flush=True)
         act_on(start)
         return start
 

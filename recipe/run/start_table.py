@@ -6,7 +6,8 @@ import torch
 
 from recipe.checkpoint import RunState
 from recipe.environment import describe_device
-from recipe.hardware.choices import ONE_PER_CPU
+from recipe.errors import plural
+from recipe.hardware.choices import ONE_PER_CPU, in_words
 from recipe.hardware.devices import why_no_flash
 from recipe.metrics import count_stage_tokens
 from recipe.model.size import count_heads, find_odd_size
@@ -26,7 +27,8 @@ def show_start(log: RunLog, record: dict[str, Any], state: RunState, eval_rows: 
     now = {"run_id": state.run_id, "tokens_seen": state.tokens, "precision_before": before}
     log.event("start", state.step, **now, **record)
     if before not in (None, config.mixed_precision):
-        log.say(f"warning: the precision changes from {before} to {config.mixed_precision} at step {state.step:,}")
+        changed = " to ".join(in_words("precision", name) for name in (before, config.mixed_precision))
+        log.say(f"warning: the precision changes from {changed} at step {state.step:,}")
     if (problem := find_odd_size(run.model.config)) and not config.model_name_or_path:
         log.say(f"warning: {problem}")
     if config.hub_model_id and not config.push_to_hub:
@@ -58,15 +60,15 @@ def start_table(
     vocab_size, data = record["vocab_size"], record["data"]
     devices = describe_device(device)
     if device.type == "cpu":
-        processes = f"{_plural(num_processes, 'process', 'es')} of " if num_processes > 1 else ""
-        devices += f", {processes}{_plural(torch.get_num_threads(), 'thread')}"
+        processes = f"{plural(num_processes, 'process', 'es')} of " if num_processes > 1 else ""
+        devices += f", {processes}{plural(torch.get_num_threads(), 'thread')}"
     elif num_processes > 1:
         devices = f"{num_processes} x {devices}"
     rows = {name: split["rows"] for name, split in data["splits"].items()}
     text = "streamed in rows" if config.streaming else f"{rows['train']:,} training rows"
     shown = {"layout": "DDP: every process holds the whole model and its state"} if num_processes > 1 else {}
     shown |= {
-        label: f"{choice.value}: {choice.reason}"
+        label: f"{in_words(label, choice.value)}: {choice.reason}"
         for label, choice in run.choices.items()
         if choice.reason != ONE_PER_CPU
     }
@@ -95,9 +97,9 @@ def start_table(
         + (f", weights from {config.model_name_or_path}" if config.model_name_or_path and not start.resume else ""),
         "data": f"{data['source']}: {text} of {config.block_size:,} tokens; {rows_of}",
         "batch": f"{config.global_batch_size} sequences ({config.tokens_per_step:,} tokens) per step: "
-        f"{_plural(num_processes, 'process', 'es')} x "
-        f"{_plural(record['gradient_accumulation_steps'], 'micro-batch', 'es')} x "
-        f"{_plural(run.plan.micro_batch_size, 'sequence')}",
+        f"{plural(num_processes, 'process', 'es')} x "
+        f"{plural(record['gradient_accumulation_steps'], 'micro-batch', 'es')} x "
+        f"{plural(run.plan.micro_batch_size, 'sequence')}",
         "optimizer": rate,
         "run": _describe_length(run, state),
     }
@@ -111,7 +113,7 @@ def start_table(
 def _describe_length(run: Run, state: RunState) -> str:
     config = run.config
     limit = "" if config.max_minutes is None else f"{config.max_minutes:g} minute{'s' * (config.max_minutes != 1)}"
-    warmup = _plural(run.schedule.num_warmup_steps, "warm-up step")
+    warmup = plural(run.schedule.num_warmup_steps, "warm-up step")
     if 0 < config.warmup_steps < 1:
         warmup = f"{config.warmup_steps:.0%} of it warm-up"
     if limit and state.step and len(state.stages) == 1 and (seen := describe_epoch(run, state)):
@@ -119,12 +121,8 @@ def _describe_length(run: Run, state: RunState) -> str:
     if config.max_steps is None or run.schedule.num_examples is None:
         return f"as many steps as fit into {limit}, {warmup}"
     num_tokens = state.tokens + (run.schedule.num_examples - state.examples) * config.block_size
-    text = f"{_plural(config.max_steps, 'step')} = {num_tokens:,} tokens, "
+    text = f"{plural(config.max_steps, 'step')} = {num_tokens:,} tokens, "
     epochs = run.count_epochs(run.schedule.num_examples - state.stage.examples).items()
     new = " of this stage" * (len(state.stages) > 1)
     text += "".join(f"{count:.2f} epochs{f' of {name}' if name else new}, " for name, count in epochs)
     return text + warmup + (f"; fewer if they take longer than {limit}" if limit else "")
-
-
-def _plural(count: int, word: str, ending: str = "s") -> str:
-    return f"{count:,} {word}" + (ending if count != 1 else "")

@@ -189,7 +189,7 @@ STARTS = [
     ("--gradient_accumulation_steps 3", at(), "refused: gradient_accumulation_steps 3 1, 2, 4, 8,"),
     (f"--global_batch_size 8 {TWO_FACTORS} 8", at(), "refused: per_device_train_batch_size 8 global_batch_size"),
 ]
-# With CUDA graphs, a step is one micro-batch, whether their number is typed or follows from the largest that fits.
+# With CUDA graphs, a step is one micro-batch, whether their number is typed or follows from the fastest that fits.
 GRAPHS = [
     (options, at(machine=Machine("cuda", count, launcher_mode=mode)), f"refused: {mode} {share} {size}; --dynamo_mode")
     for mode in CUDA_GRAPH_MODES
