@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from recipe.config import ALIASES, CHOICES, KINDS, LISTS, MAPPINGS, OPTIONS, PATHS
+from recipe.config import ALIASES, CHOICES, DEFAULTS, KINDS, LISTS, MAPPINGS, OPTIONS, PATHS
 from recipe.errors import UserError, did_you_mean
 from recipe.launcher import FALSE, TRUE
 
@@ -91,7 +91,7 @@ class CommandLine(argparse.ArgumentParser):
                 reads = {"action": "store_true"}
             elif kind is bool or "alone" in marks:
                 reads |= {"nargs": "?", "const": marks.get("alone", True)}
-            group.add_argument(f"--{name}", **{"default": OPTIONS[name].default, "help": text, **reads, **kwargs})
+            group.add_argument(f"--{name}", **{"default": DEFAULTS[name], "help": text, **reads, **kwargs})
             for alias, (_, value) in marks.get("aliases", {}).items() if is_whole else ():
                 reads = {
                     "type": functools.partial(read_value, alias),

@@ -18,6 +18,7 @@ from recipe.config import (
     ALIASES,
     CONFIG_NAME,
     DATA_SOURCES,
+    DEFAULTS,
     LENGTHS,
     LISTS,
     MAPPINGS,
@@ -86,8 +87,8 @@ def load_config(argv: list[str] | None = None) -> Request:
     recipe = typed.pop("config", None) or ("gpt2_finetune" if "model_name_or_path" in typed else "demo")
     values, notes = merge(load_yaml(recipe), unified(typed))
     if {"-h", "--help"} & {*words}:
-        defaults = {name: option.default for name, option in OPTIONS.items()} | {"config": recipe, **values}
-        parser.set_defaults(**{name: value for name, value in defaults.items() if value is not None})
+        shown = DEFAULTS | {"config": recipe, **values}
+        parser.set_defaults(**{name: value for name, value in shown.items() if value is not None})
         parser.print_help()
         parser.exit()
     if missing := [name for name, value in values.items() if is_missing(value)]:
@@ -109,7 +110,7 @@ def merge(recipe: dict[str, Any], typed: dict[str, Any]) -> tuple[dict[str, Any]
     accumulation make the global batch, as in Trainer, and the positions of a model bound the length of rows.
     """
     values, notes = dict(recipe), []
-    own = {name: option.default for name, option in OPTIONS.items()} | {"model_type": "gpt2"} | recipe
+    own: dict[str, Any] = {**DEFAULTS, "model_type": "gpt2", **recipe}
 
     def is_other(name: str) -> bool:
         before, now = own[name], typed.get(name)
@@ -137,7 +138,7 @@ def merge(recipe: dict[str, Any], typed: dict[str, Any]) -> tuple[dict[str, Any]
     overrides = overrides | typed.get("config_overrides", {})
     values["config_overrides"] = overrides or None
 
-    rate, decay, default = own["learning_rate"], own["weight_decay"], TrainConfig.weight_decay
+    rate, decay, default = own["learning_rate"], own["weight_decay"], DEFAULTS["weight_decay"]
     if is_other("optim"):
         chosen = f"was chosen for {own['optim']}"
         need = f"--optim {typed['optim']} needs a --learning_rate of its own: the recipe's {rate:g} {chosen}"
@@ -214,7 +215,7 @@ def load_yaml(recipe: str) -> dict[str, Any]:
         for name in map(str, content):
             if name not in OPTIONS.keys() | ALIASES.keys():
                 raise UserError(f"unknown key {name!r}; {find_other_name(name) or did_you_mean(name, OPTIONS)}")
-        refused = [name for name, value in content.items() if not may_come_from_hub(ALIASES.get(name, name), value)]
+        refused = [name for name in content if not may_come_from_hub(ALIASES.get(name) or name, content[name])]
         require(
             not (address and refused),
             f"a recipe from the Hub may set neither private options nor paths (nor names that are folders here), but "

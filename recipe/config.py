@@ -26,8 +26,10 @@ ONLY_OF_THE_HUB = (
     "prepared once, and takes two bytes a token"
 )
 # The arguments of schedules, and the schedule that takes each; the names are Transformers'.
-SCHEDULE_ARGUMENTS = dict.fromkeys(("min_lr_rate", "min_lr"), "cosine_with_min_lr")
-SCHEDULE_ARGUMENTS |= dict.fromkeys(("num_decay_steps", "decay_type", "min_lr_ratio"), "warmup_stable_decay")
+SCHEDULE_ARGUMENTS: dict[str, str] = {
+    **dict.fromkeys(("min_lr_rate", "min_lr"), "cosine_with_min_lr"),
+    **dict.fromkeys(("num_decay_steps", "decay_type", "min_lr_ratio"), "warmup_stable_decay"),
+}
 DECAY_TYPES = ("linear", "cosine", "1-sqrt")
 EVAL_TASKS = ("hellaswag", "lambada")
 EXPECTED_LOSS = ("value", "tolerance", "tokens", "dataset", "source")  # nats, nats, number, Hub id, text
@@ -312,6 +314,7 @@ def _flat(kind: Any) -> list[Any]:
 
 
 OPTIONS = {field.name: field for field in dataclasses.fields(TrainConfig)}
+DEFAULTS: dict[str, Any] = {name: field.default for name, field in OPTIONS.items()}
 TYPES = {name: _flat(field.type) for name, field in OPTIONS.items()}
 # The type of a value, or of each value of a list.
 KINDS = {name: next((kind for kind in (bool, int, float) if kind in types), str) for name, types in TYPES.items()}
@@ -399,7 +402,7 @@ def check_rules(config: TrainConfig) -> None:
     sources = "--dataset_dir (a packed dataset), --train_file and --dataset_name (text to prepare)"
     require(len(named) == 1, f"pass exactly one of {sources}; found {' and '.join(named) or 'none'}")
     if config.dataset_dir is not None:
-        changed = [name for name in TEXT_OPTIONS if getattr(config, name) != OPTIONS[name].default]
+        changed = [name for name in TEXT_OPTIONS if getattr(config, name) != DEFAULTS[name]]
         reason = "cannot be combined with --dataset_dir, whose text is already prepared"
         require(not changed, f"--{', --'.join(changed)} {reason}")
     elif not config.tokenizer_name and not config.tokenizer_vocab_size:

@@ -127,7 +127,7 @@ def build_model_config(
         # On the meta device, before text is prepared for hours. Each type reports a bad shape with its own exception.
         count_flops_per_token(model_config, count_parameters(model_config), config.block_size)
     except Exception as error:
-        reason, name = short_reason(error.__cause__ or error), error.args[0] if error.args else None
+        reason, name = short_reason(error.__cause__ or error), str(error.args[0]) if error.args else ""
         if isinstance(error, KeyError) and name in overrides.values():
             reason = f"Transformers has no {name!r}; {did_you_mean(name, ACT2FN, otherwise='try gelu_new')}"
         raise UserError(f"config_overrides describe a {model_type} that cannot be built: {reason}") from error

@@ -16,7 +16,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils.sha import sha_fileobj
 
 from recipe.charts import name_parts, save_loss_chart
-from recipe.config import EVAL_TASKS, OPTIONS, STANDARD_LIBRARY, is_missing
+from recipe.config import DEFAULTS, EVAL_TASKS, STANDARD_LIBRARY, is_missing
 from recipe.environment import describe_machine
 from recipe.errors import short_reason
 from recipe.metrics import (
@@ -80,7 +80,7 @@ def collect_values(run_dir: Path, step: int, directory: Path, hub_options: dict[
     )
     requested = read_options(run_dir) | hub_options
     shown = public_options(run_dir, events, step, requested.get("hub_model_id"))
-    options: dict[str, Any] = {name: option.default for name, option in OPTIONS.items()} | shown
+    options: dict[str, Any] = DEFAULTS | shown
     start = starts[0] if starts else {}  # the first one describes the run; a resumed run starts again
     data, model_id = start.get("data", {}), requested.get("hub_model_id") or run_dir.absolute().name
     name, rows = model_id.rpartition("/")[2], data.get("splits", {}).get("train", {}).get("rows")

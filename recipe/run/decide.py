@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from recipe.arguments import shell_command
 from recipe.checkpoint import RunState, SavedState
-from recipe.config import CONFIG_NAME, IDENTITY_OPTIONS, OPTIONS, PATHS, SCHEDULE_OPTIONS, TrainConfig
+from recipe.config import CONFIG_NAME, DEFAULTS, IDENTITY_OPTIONS, PATHS, SCHEDULE_OPTIONS, TrainConfig
 from recipe.errors import UserError
 from recipe.hardware.accelerator import check_trackers
 from recipe.hardware.choices import Choice, Machine, apply_choices, check_sharded, choose, settle
@@ -421,7 +421,7 @@ def list_differences(start: Start, identity: dict[str, Any], model: ModelFacts) 
     """Return how a run differs from its checkpoint, apart from the schedule: {name: (before, now)}."""
     assert start.saved is not None
     # An option that is newer than the checkpoint had its default; so had a model's option from a later Transformers.
-    before = {name: OPTIONS[name].default for name in IDENTITY_OPTIONS} | start.saved.identity
+    before = {name: DEFAULTS[name] for name in IDENTITY_OPTIONS} | start.saved.identity
     before |= _model_identity(model.saved) if model.saved else {}
     names = identity.keys() - {"dataset_revision"}  # the rows count, not the commit
     return {name: (before.get(name), identity[name]) for name in names if before.get(name) != identity[name]}
@@ -434,7 +434,7 @@ def list_other_changes(start: Start) -> dict[str, tuple]:
     """
     assert start.resume is not None
     told = {*SCHEDULE_OPTIONS, *IDENTITY_OPTIONS, *RESOLVED, "global_batch_size", "config_overrides", "push_to_hub"}
-    before = {name: option.default for name, option in OPTIONS.items()} | start.resume.options
+    before = DEFAULTS | start.resume.options
     return {
         name: (before[name], now)
         for name, now in sorted(vars(start.requested).items())

@@ -291,7 +291,7 @@ class RunLog:
         if has_begun_to_diverge(self.events):
             self.say("validation rises while training falls: the model begins to memorize its text")
         if has_stalled(state, patience := self.config.early_stopping_patience):
-            self.say(f"stopping early: {plural(patience, 'evaluation')} without a new lowest validation loss")
+            self.say(f"stopping early: {plural(patience or 0, 'evaluation')} without a new lowest validation loss")
 
     def record_changes(self, step: int, changes: dict[str, tuple]) -> None:
         """Record that later steps follow another schedule, or other options. changes: {option: (old, new)}."""

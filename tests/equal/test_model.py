@@ -63,7 +63,14 @@ def test_parameters_of_a_published_llama():
     assert count_parameters(LlamaConfig(**shape, vocab_size=32000, num_attention_heads=32)) == 1_100_048_384
 
 
-@pytest.mark.parametrize(("shape", "better"), [("n_head=12,n_embd=768", None), ("n_head=3,n_embd=99", ("40", "120"))])
+@pytest.mark.parametrize(
+    ("shape", "better"),
+    [
+        ("n_head=12,n_embd=768", None),
+        ("n_head=3,n_embd=99", ("3 heads", "40", "120")),
+        ("n_head=1,n_embd=33", ("1 head of", "40")),
+    ],
+)
 def test_an_odd_width_of_heads_is_named_with_the_next_good_one(shape, better):
     """Three heads of 33 values should have 40, in a model of width 120."""
     config = build_model_config(load_config(["--dataset_dir", "d", "--config_overrides", shape])[0], 500, EOS)

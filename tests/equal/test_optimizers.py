@@ -32,7 +32,8 @@ def build(optim, *argv, model_config=None, **shape):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(model_config or GPT2Config(**GPT2 | shape))
     module = LanguageModelingLoss(model, model.config.vocab_size)
-    return module, build_optimizer(load_config(["--dataset_dir", "d", "--optim", optim, *argv])[0], module)
+    options = ["--dataset_dir", "d", "--optim", optim, "--learning_rate", "1e-3", *argv]
+    return module, build_optimizer(load_config(options).config, module)
 
 
 def set_gradients(module, noise, value=None):

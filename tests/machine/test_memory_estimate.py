@@ -124,7 +124,7 @@ def test_the_estimate_is_within_15_percent_of_measured_peaks(shape, settings, pl
     precision, backend, attention = settings
     options = ["--attn_implementation", attention, "--mixed_precision", precision, "--dynamo_backend", backend]
     options += ["--config_overrides", *f"activation_function=gelu_new,{SHAPES[shape]}".split()]
-    config = config_of(*options, "--optim", "adamw_torch_fused")
+    config = config_of(*options, "--optim", "adamw_torch_fused", "--learning_rate", "1e-3")
     model_config = build_model_config(config, config.pad_vocab_to_multiple_of, 0)
     assert estimate_bytes(plan, config, model_config, Machine("cpu")) == pytest.approx(peak_bytes, rel=0.15)
 

@@ -169,7 +169,7 @@ def test_a_run_killed_before_the_first_checkpoint_of_a_changed_schedule_keeps_th
 
 def test_a_change_of_precision_is_said(train, finished, capsys):
     train(*AUTO, "--max_steps", 5, "--mixed_precision", "bf16")
-    assert "from no to bf16 at step 4" in capsys.readouterr().out
+    assert "from fp32 to bf16 at step 4" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------ branches: a checkpoint of another folder
