@@ -28,7 +28,7 @@ class ScalarLoader(yaml.SafeLoader):
 
 
 ScalarLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"), list("-+.0123456789")
 )
 
 
@@ -72,7 +72,7 @@ class CommandLine(argparse.ArgumentParser):
     def add_run_options(self, names: Iterable[str], **kwargs: Any) -> None:
         """Add options of recipe/train.py with their defaults and help. kwargs: for `add_argument`, override them.
 
-        All of them together have sections, and a BOOL may follow a switch; in a script, that may be the next argument.
+        With all options, --help has sections, and a switch may take a BOOL; in a script, that could be an argument.
         """
         names = [*names]
         group, is_whole = self, names == [*OPTIONS]
@@ -120,7 +120,7 @@ def read_value(name: str, text: str) -> Any:
     """Convert the text of a value, wherever it is written, to the option's type: `off` is False, "no" or "false".
 
     Raises `UserError` for a mapping or a path that cannot be read. Any other text that is no value of the option is
-    returned as it is, because `TrainConfig` refuses it.
+    returned as it is, and `check_value` refuses it.
     """
     truth = TRUTH.get(text.lower())
     if name in ALIASES:
@@ -147,7 +147,7 @@ def read_mapping(name: str, text: str) -> dict[str, Any]:
     is_json = text.lstrip().startswith("{")
     try:  # JSON is YAML, and so are pairs after this replacement
         value = yaml.load(text if is_json else "{" + text.replace("=", ": ") + "}", ScalarLoader)
-    except yaml.YAMLError:
+    except Exception:  # PyYAML's constructors raise any
         value = None
     if not isinstance(value, dict) or not (is_json or all("=" in pair for pair in text.split(","))):
         example = OPTIONS[name].metadata["example"]

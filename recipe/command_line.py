@@ -35,18 +35,18 @@ from recipe.launcher import count_processes
 
 CONFIGS_DIR = Path(__file__).parent / "configs"
 RECIPES = sorted(path.stem for path in CONFIGS_DIR.glob("*.yaml"))
-# What a recipe chose together: a typed value other than the recipe's own takes these values of the recipe with it.
+# What a recipe chose together: a typed value that differs from the recipe's removes what it chose for its own.
 CHOSEN_FOR = {
-    **dict.fromkeys(
-        DATA_SOURCES, (*DATA_SOURCES, *TEXT_OPTIONS, "dataset_weights", "max_eval_samples", "expected_loss")
-    ),
+    **dict.fromkeys(DATA_SOURCES, (*DATA_SOURCES, *TEXT_OPTIONS, "dataset_weights", "max_eval_samples")),
     "streaming": ("num_train_epochs",),  # a stream does not know its epochs
     "model_type": ("config_overrides", "expected_loss"),
     "model_name_or_path": ("config_overrides", "tokenizer_vocab_size", "expected_loss"),
-    **dict.fromkeys(("config_overrides", "tokenizer_name", "tokenizer_vocab_size", "block_size"), ("expected_loss",)),
+    "tokenizer_name": ("tokenizer_vocab_size", "expected_loss"),
+    "tokenizer_vocab_size": ("tokenizer_name", "expected_loss"),
+    **dict.fromkeys(("config_overrides", "block_size"), ("expected_loss",)),
     "max_steps": ("num_train_epochs", "max_minutes"),
     "num_train_epochs": ("max_steps", "max_minutes"),
-    "max_minutes": ("max_steps",),  # epochs that are enough stay enough
+    "max_minutes": ("max_steps",),  # the recipe's epochs stay an upper bound
     "optim": ("learning_rate", "weight_decay"),
     "lr_scheduler_type": ("lr_scheduler_kwargs",),
 }
@@ -85,12 +85,13 @@ def load_config(argv: list[str] | None = None) -> Request:
     words = sys.argv[1:] if argv is None else argv
     typed = vars(parser.parse_args([word for word in words if word not in ("-h", "--help")]))
     recipe = typed.pop("config", None) or ("gpt2_finetune" if "model_name_or_path" in typed else "demo")
-    values, notes = merge(load_yaml(recipe), unified(typed))
+    values = load_yaml(recipe)
     if {"-h", "--help"} & {*words}:
         shown = DEFAULTS | {"config": recipe, **values}
         parser.set_defaults(**{name: value for name, value in shown.items() if value is not None})
         parser.print_help()
         parser.exit()
+    values, notes = merge(values, unified(typed))
     if missing := [name for name, value in values.items() if is_missing(value)]:
         count = len(values["dataset_dir"]) if "dataset_dir" in missing else 1
         how = f" ({count} datasets, in the order of its card)" if count > 1 else ""
@@ -116,8 +117,8 @@ def merge(recipe: dict[str, Any], typed: dict[str, Any]) -> tuple[dict[str, Any]
         before, now = own[name], typed.get(name)
         if now is None or is_missing(before):  # "???" asks for a value
             return False
-        if name in DATA_SOURCES:  # a recipe without one is for any text
-            return now != before and not recipe.keys().isdisjoint(DATA_SOURCES)
+        if name in DATA_SOURCES and recipe.keys().isdisjoint(DATA_SOURCES):  # a recipe for any text
+            return False
         if name == "optim":  # the AdamWs are one family
             return now.partition("_")[0] != before.partition("_")[0]
         return now != before or name in LENGTHS  # six typed epochs are not six in the recipe's minutes
@@ -129,27 +130,22 @@ def merge(recipe: dict[str, Any], typed: dict[str, Any]) -> tuple[dict[str, Any]
     is_shorter = "num_train_epochs" in typed or (typed.get("max_steps") or steps) < steps
     if is_shorter and 1 <= warmup < steps:
         values["warmup_steps"] = warmup / steps
-    values |= typed
-
-    overrides = own["config_overrides"] or {}
-    shape = {key: value for key, value in overrides.items() if not key.endswith(("_pdrop", "dropout"))}
-    if is_other("model_type") or is_other("model_name_or_path"):
-        overrides = {key: value for key, value in overrides.items() if key not in shape}
-    overrides = overrides | typed.get("config_overrides", {})
-    values["config_overrides"] = overrides or None
+    shape, dropout = own["config_overrides"] or {}, ("_pdrop", "dropout")
+    if is_other("model_type") or is_other("model_name_or_path"):  # dropout stays
+        values["config_overrides"] = {key: value for key, value in shape.items() if key.endswith(dropout)}
+    overrides = (values.get("config_overrides") or {}) | typed.get("config_overrides", {})
+    values |= typed | {"config_overrides": overrides or None}
 
     rate, decay, default = own["learning_rate"], own["weight_decay"], DEFAULTS["weight_decay"]
     if is_other("optim"):
         chosen = f"was chosen for {own['optim']}"
-        need = f"--optim {typed['optim']} needs a --learning_rate of its own: the recipe's {rate:g} {chosen}"
+        need = f"--optim {typed['optim']} needs a --learning_rate of its own: {rate:g} {chosen}"
         require("learning_rate" in typed, need)
         if "weight_decay" not in typed and decay != default:
-            notes.append(f"weight_decay is {default:g}, the default: the recipe's {decay:g} {chosen}")
+            notes.append(f"weight_decay is {default:g}, the default, because {decay:g} {chosen}")
     before, now = (either.get("n_embd", either.get("hidden_size")) for either in (shape, overrides))
-    if None not in (before, now) and before != now and "learning_rate" not in typed:
-        notes.append(
-            f"learning_rate {rate:g} was chosen for a width of {before}, not {now}; wider models need a lower one"
-        )
+    if None not in (before, now) and before != now and "learning_rate" in recipe.keys() - typed.keys():
+        notes.append(f"learning_rate {rate:g} was chosen for a width of {before}, not {now}; wider needs a lower rate")
 
     for other in ("tokenizer_name", "dataset_dir"):
         problem = f"--tokenizer_vocab_size trains a tokenizer, but --{other} has one; pass only one of them"
@@ -167,16 +163,16 @@ def read_positions(folder: str) -> list[int]:
     """Return the number of positions of a model in a folder; [] if it does not say, which loading it will explain."""
     try:
         config = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
-        return [int(config[name]) for name in ("n_positions", "max_position_embeddings") if name in config]
-    except (OSError, ValueError, TypeError):
+        return [config[name] for name in ("n_positions", "max_position_embeddings") if type(config.get(name)) is int]
+    except (OSError, ValueError, AttributeError):
         return []
 
 
 def unified(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a recipe, or of a command line, by their own names; beside another length, with max_steps.
+    """Return the options of a recipe, or of a command line, under our names.
 
-    Trainer's `max_steps: -1` is dropped. Raises `UserError` for a value that an option cannot have, and if two of them
-    set the same.
+    If they set a length, max_steps is among them; None is no limit, and so is Trainer's -1. Raises `UserError` for a
+    value that an option cannot have, and if two of them set the same.
     """
     own: dict[str, Any] = {}
     for alias, value in values.items():
@@ -187,8 +183,8 @@ def unified(values: dict[str, Any]) -> dict[str, Any]:
             check_value(name, value)
             own[name] = value
     steps, epochs = own.get("max_steps"), own.get("num_train_epochs")
-    problem = f"max_steps {steps} and num_train_epochs {epochs} both set the length of the run"
-    require(not (steps and epochs), f"{problem}; keep only one of them")
+    problem = "max_steps and num_train_epochs both set the length of the run; keep only one of them"
+    require(not (steps and epochs), problem)
     return own if own.keys().isdisjoint(LENGTHS) else own | {"max_steps": steps}
 
 
@@ -203,12 +199,12 @@ def load_yaml(recipe: str) -> dict[str, Any]:
     if address := ADDRESS.fullmatch(recipe):
         path = fetch_recipe(*address.groups())
     if not path.is_file():
-        hint = did_you_mean(recipe, RECIPES, otherwise="pass a .yaml file, or a recipe")
+        hint = did_you_mean(path.stem, RECIPES, otherwise="pass a .yaml file, or a recipe")
         raise UserError(f"there is no recipe {'file ' * is_file}'{recipe}'; {hint} (recipes: {', '.join(RECIPES)})")
     try:
         text = path.read_text(encoding="utf-8")
         content, typed = yaml.load(text, TextLoader), yaml.load(text, ScalarLoader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except Exception as error:  # PyYAML's constructors raise any
         raise UserError(f"{recipe} is not valid YAML: {one_line(error)!r}") from error
     require(isinstance(content, dict), f"{recipe} must contain a mapping of options to values")
     try:
@@ -228,16 +224,11 @@ def load_yaml(recipe: str) -> dict[str, Any]:
 
 def read_yaml(name: str, value: Any, typed: Any) -> Any:
     """Convert an option of a recipe. value: its text. typed: the same as YAML types it. Raises `UserError`."""
-    if value is None:
-        return None
-    if isinstance(typed, dict) and name in MAPPINGS and all(isinstance(key, str) for key in typed):
+    if value is None or (isinstance(value, dict) and name in MAPPINGS):
         return typed
     items = value if isinstance(value, list) and name in LISTS else [value]
-    if any(item is None or isinstance(item, (list, dict, set)) for item in items):
-        what = "a list of single values" if name in LISTS else "a single value"
-        if name in MAPPINGS:
-            what = f"a mapping such as {OPTIONS[name].metadata['example']}"
-        raise UserError(f"{name} must be {what}, got {typed}")
+    what = "a list of single values" if name in LISTS else "a single value"
+    require(all(isinstance(item, str) for item in items), f"{name} must be {what}, got {typed}")
     values = [read_value(name, str(item)) for item in items]
     return values if name in LISTS else values[0]
 
@@ -245,13 +236,9 @@ def read_yaml(name: str, value: Any, typed: Any) -> Any:
 def fetch_recipe(repo_id: str, revision: str | None) -> Path:
     """Download the recipe of a published run. Raises `UserError` if that fails."""
     from huggingface_hub import hf_hub_download  # no other recipe needs it
-    from huggingface_hub.errors import HfHubHTTPError
 
     where = f"{repo_id}, revision {revision}" if revision else repo_id
     try:
         return Path(hf_hub_download(repo_id, CONFIG_NAME, revision=revision))
     except Exception as error:  # no connection, offline mode, a bad name, ...: each library raises its own
-        reason = short_reason(error)
-        if isinstance(error, HfHubHTTPError):
-            reason = f"the Hub has none, or your token may not read it (status {error.response.status_code})"
-        raise UserError(f"cannot read the training_config.yaml of {where}: {reason}") from error
+        raise UserError(f"cannot read the training_config.yaml of {where}: {short_reason(error)}") from error

@@ -42,7 +42,7 @@ ADDRESS = re.compile(r"hf://(?:models/)?([^@/]+/[^@/]+)/?(?:@(.+))?")  # of a ru
 # stranger's recipe may not set it.
 PUBLIC = "public"  # a number, boolean or choice, or a mapping that the model or the schedule checks
 IDENTITY = "identity"  # public, and a resumed run must have the same value
-SCHEDULE = "schedule"  # public, of the learning rate
+SCHEDULE = "schedule"  # public, part of the schedule
 OF_HUB = "of the Hub"  # how to read a dataset; published only if the dataset is on the Hub
 NEEDED = "needed"  # what a repetition of the run needs; published as a Hub id or as MISSING, never as a path
 RESULT = "result"  # measured by the run, not typed by its author
@@ -54,8 +54,8 @@ PATH = "path"  # a folder, file or pattern, in which `~` is the home folder; som
 def option(default: Any, text: str, *marks: str, **more: Any) -> Any:
     """Declare an option with its default, its help and its marks.
 
-    more: `at_least`, `above` and `below` bound a number; `alone` is the value of the option without one; `example` of
-    a mapping, for messages; `aliases` are names of TrainingArguments, {name: (what false sets, what true sets)};
+    more: `at_least`, `above` and `below` bound a number; `alone` is the value if none is typed; `example` is one of a
+    mapping, for messages; `aliases` are names of TrainingArguments, {name: (what false sets, what true sets)};
     `section` begins one in --help.
     """
     return dataclasses.field(default=default, metadata={"help": text, "marks": marks, **more})
@@ -65,7 +65,7 @@ def option(default: Any, text: str, *marks: str, **more: Any) -> Any:
 class TrainConfig:
     """One training run. Names follow `TrainingArguments` 5.x and `run_clm.py` wherever they have one.
 
-    The type of a field says what its values are: one of the words of a `Literal`, a number, a text, or a list of them.
+    The type of a field says what is read: the words of a `Literal`, numbers, a boolean, text, a list, or a mapping.
     """
 
     output_dir: str | None = option(
@@ -298,8 +298,6 @@ class TrainConfig:
             object.__setattr__(self, "report_to", trackers[: trackers.index("none")][::-1] or None)
         if self.model_name_or_path and self.tokenizer_name is None:
             object.__setattr__(self, "tokenizer_name", self.model_name_or_path)
-        for name in OPTIONS:
-            check_value(name, getattr(self, name))
         check_rules(self)
 
     @property
@@ -370,10 +368,10 @@ def require(ok: object, message: str) -> None:
 
 def check_value(name: str, value: Any) -> None:
     """Raise `UserError` for a value that is missing, of another type, not a choice, or out of the option's bounds."""
-    if (value is None and NoneType in TYPES[name]) or isinstance(value, dict):
-        return
-    require(value is not None, f"{name} has no value; set one, or delete the line")
-    for item in value if isinstance(value, list) else [value]:
+    require(value is not None or NoneType in TYPES[name], f"{name} has no value; set one, or delete the line")
+    if isinstance(value, dict):
+        require(all(isinstance(key, str) for key in value), f"the keys of {name} must be names, got {value}")
+    for item in [] if value is None or isinstance(value, dict) else value if isinstance(value, list) else [value]:
         require(item != "", f"{name} must not be empty; omit it to use the default")
         if not _is_valid(name, item):
             raise UserError(f"{name} must be {_describe_values(name)}, got {item!r}")
@@ -409,6 +407,7 @@ def check_rules(config: TrainConfig) -> None:
         how = "--tokenizer_name DIR_OR_ID (GPT-2's: openai-community/gpt2), or --tokenizer_vocab_size N to train one"
         raise UserError(f"preparing text requires {how}")
     if (weights := config.dataset_weights) is not None:
+        require(config.dataset_dir, "--dataset_weights requires --dataset_dir")
         expected = f"one number for each --dataset_dir ({len(config.dataset_dir or ())}), not all of them 0"
         is_valid = len(weights) == len(config.dataset_dir or ()) and sum(weights) > 0
         require(is_valid, f"--dataset_weights must be {expected}; got {' '.join(map(str, weights))}")
@@ -422,17 +421,18 @@ def check_rules(config: TrainConfig) -> None:
         place = config.data_placement
         require(place == "mmap", f"--dataloader_num_workers requires --data_placement mmap, got {place}")
     check_schedule(config)
+    is_switch = str(config.resume_from_checkpoint).lower() in ("true", "false")  # Trainer's
+    require(not is_switch, "--resume_from_checkpoint takes auto (the newest checkpoint in --output_dir) or a folder")
     needs_folder = config.resume_from_checkpoint == "auto" and config.output_dir is None
     require(not needs_folder, "--resume_from_checkpoint auto requires the --output_dir of the run to resume")
     evaluates = config.early_stopping_patience is None or config.eval_steps != 0
     require(evaluates, "--early_stopping_patience requires --eval_steps greater than 0")
     parse_tasks(config.eval_tasks)
     if (loss := config.expected_loss) is not None:
-        texts = [loss.get(key) for key in EXPECTED_LOSS[3:]]  # the end of the run prints them
-        is_valid = all(isinstance(text, str) and text.isprintable() for text in texts)
-        is_valid = is_valid and set(loss) - {"content_sha256"} == set(EXPECTED_LOSS)
-        numbers = [loss.get(key) for key in EXPECTED_LOSS[:3]]
+        *numbers, dataset, source = (loss.get(key) for key in EXPECTED_LOSS)
+        is_valid = all(isinstance(text, str) and text.isprintable() for text in (dataset, source))  # both are printed
         is_valid = is_valid and all(isinstance(number, (int, float)) and number > 0 for number in numbers)
+        is_valid = is_valid and set(loss) - {"content_sha256"} == set(EXPECTED_LOSS)
         expected = f"{', '.join(EXPECTED_LOSS)}: three positive numbers, and two printable texts"
         require(is_valid, f"expected_loss must have {expected}; got {loss}")
     require(config.hub_model_id or not config.push_to_hub, "--push_to_hub requires --hub_model_id user/name")
@@ -443,26 +443,23 @@ def check_schedule(config: TrainConfig) -> None:
     kind, arguments = config.lr_scheduler_type, config.lr_scheduler_kwargs or {}
     for name, value in arguments.items():
         if (taker := SCHEDULE_ARGUMENTS.get(name)) != kind:
-            known = f"{taker} does" if taker else f"arguments are {', '.join(SCHEDULE_ARGUMENTS)}"
-            raise UserError(f"lr_scheduler_type {kind} takes no {name}; {known}")
-        is_share = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+            known = ", ".join(name for name, takes in SCHEDULE_ARGUMENTS.items() if takes == kind) or "no arguments"
+            raise UserError(
+                f"lr_scheduler_type {kind} takes no {name}; {f'{taker} does' if taker else f'it takes {known}'}"
+            )
         if name == "decay_type":
             require(value in DECAY_TYPES, f"decay_type must be one of {', '.join(DECAY_TYPES)}, got {value!r}")
-        elif name == "num_decay_steps":
-            is_valid = is_share and (value < 1 or value == int(value))
-            require(is_valid, f"num_decay_steps must be a number of steps, or a share below 1, got {value!r}")
-        elif name == "min_lr":
-            is_valid = is_share and value <= config.learning_rate
-            require(is_valid, f"min_lr must be from 0 to learning_rate, got {value!r}")
-        else:
-            require(is_share and value <= 1, f"{name} must be from 0 to 1, got {value!r}")
+            continue
+        most = {"num_decay_steps": math.inf, "min_lr": config.learning_rate}.get(name, 1)
+        is_valid = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= most
+        require(is_valid, f"{name} must be a number from 0 to {most:g}, got {value!r}")
     require(not {"min_lr", "min_lr_rate"} <= arguments.keys(), "pass min_lr or min_lr_rate, not both")
     warmup, decay = config.warmup_steps, arguments.get("num_decay_steps", 0)
-    is_valid = warmup < 1 or warmup == int(warmup)
-    require(is_valid, f"warmup_steps must be an integer, or a fraction of max_steps below 1, got {warmup}")
     if config.max_steps is None and (config.num_train_epochs is None or config.max_minutes is not None):
-        known = config.max_minutes is not None
-        require(known, "nothing limits the run; pass --max_steps, --num_train_epochs or --max_minutes")
+        how = (
+            "--max_steps or --max_minutes" if config.streaming else "--max_steps, --num_train_epochs or --max_minutes"
+        )
+        require(config.max_minutes is not None, f"nothing limits the run; pass {how}")
         require(decay < 1, "with max_minutes, num_decay_steps must be a share of the run below 1")
     elif config.num_train_epochs is None and decay >= 1 and warmup >= 1 and warmup + decay > config.max_steps:
         raise UserError(

@@ -33,7 +33,7 @@ OF_A_MACHINE = {
     "typed_threads",
     "thread_counts",
 }  # see `combine`
-UNUSED_REASON = "not used: the whole module is compiled, for its fixed shapes"
+UNUSED_REASON = "ignored: the whole module is compiled, with fixed shapes"
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 

@@ -351,7 +351,7 @@ def describe_seen(run: Run, state: RunState, tokens_per_second: float) -> str:
         documents = [parts[name]["splits"]["train"]["documents"] for name in epochs]
         if None not in documents and sum(documents) > 1:  # one is the whole text
             seen = sum(min(1, count) * total for count, total in zip(epochs.values(), documents, strict=True))
-            text += f"; {seen:,.0f} documents"
+            text += f"; {plural(round(seen), 'document')}"
         text += "; epoch " + ", ".join(f"{count:.2f}{f' of {name}' if name else ''}" for name, count in epochs.items())
         if len(epochs) == 1:
             minutes = run.data.metadata["splits"]["train"]["rows"] * run.config.block_size / tokens_per_second / 60

@@ -11,7 +11,7 @@ from huggingface_hub import create_repo
 from refusals import check_refusal
 
 from recipe import command_line
-from recipe.config import MISSING, OPTIONS, may_come_from_hub
+from recipe.config import MISSING, PATHS, PUBLIC_OPTIONS, may_come_from_hub
 
 PREPARE = "scripts/prepare_data.py --output_dir packed --tokenizer_name tokenizer --train_file"
 
@@ -103,16 +103,15 @@ RECIPES = [  # content -> what the answer names
     ("config: demo", "'config'"),
     ("1: 2", "'1'"),
     ("bf16: true\nmixed_precision: fp16", "mine.yaml mixed_precision"),
-    ("tf32: true\nmatmul_precision: high", "matmul_precision"),
+    ("seed: !!bool x", "mine.yaml YAML"),
     ("tf32: sure", "mine.yaml tf32 'sure'"),
-    ("mixed_precision: int8", "mine.yaml mixed_precision 'int8'"),
     ("dataset_weights: [a]", "mine.yaml dataset_weights 'a'"),
     ("seed: 1.5", "mine.yaml seed '1.5'"),
     ("tokenizer_vocab_size: 256", "tokenizer_vocab_size 257"),  # the bytes and the end-of-text token
     ("learning_rate: [1]", "learning_rate single"),
     ("config_overrides: 3", "config_overrides n_layer=4"),
     ("max_steps: null", "--max_steps, --num_train_epochs --max_minutes"),
-    ("max_steps: 40\nnum_train_epochs: 0.5", "mine.yaml max_steps 40 num_train_epochs 0.5"),
+    ("max_steps: 40\nnum_train_epochs: 0.5", "mine.yaml max_steps num_train_epochs"),
     ("hub_language: [en, null]", "mine.yaml hub_language"),
     ("train_file: [a, ~]", "mine.yaml train_file"),
     ("optim: --", "mine.yaml optim '--' muon"),
@@ -143,10 +142,8 @@ HOSTILE = [  # the text of a recipe from the Hub -> what the answer names
         "hub_model_id, push_to_hub, train_file",
     ),
     ("train_file: !!set {a, b}", "train_file"),
-    ("config_overrides: {1: 2}", "config_overrides n_layer=4"),
+    ("config_overrides: {1: 2}", "config_overrides names"),
     ('"\\e[2J": 1', r"\x1b"),
-    ("seed: [", "YAML"),
-    ("[1]", "options"),
     (f"dataset_name: {MISSING}", "--dataset_name"),
     (f"dataset_dir: ['{MISSING}', '{MISSING}']", "--dataset_dir (2"),
 ]
@@ -173,8 +170,8 @@ def test_a_recipe_from_the_hub_sets_no_private_option(published, name):
     check_refusal("recipe/train.py --config hf://jo/run", f"hf://jo/run {name}; training_config.yaml")
 
 
-def test_private_options_stay_private():
-    assert {name for name in OPTIONS if not may_come_from_hub(name, MISSING)} >= PRIVATE
+def test_no_path_is_public():
+    assert not {*PATHS} & {*PUBLIC_OPTIONS}
 
 
 def test_a_recipe_from_the_hub_is_obeyed_in_what_is_public(published):
