@@ -150,7 +150,7 @@ def read_mapping(name: str, text: str) -> dict[str, Any]:
     except Exception:  # PyYAML's constructors raise any
         value = None
     if not isinstance(value, dict) or not (is_json or all("=" in pair for pair in text.split(","))):
-        example = OPTIONS[name].metadata["example"]
+        example = OPTIONS[name].metadata.get("example", "NAME=VALUE")
         raise UserError(f"{name} must look like {example} or be a JSON object, got {text!r}")
     return value
 
@@ -187,11 +187,14 @@ def typed_names(argv: list[str]) -> set[str]:
 
 def unknown_option(option: str, names: list[str]) -> str:
     """Return the message for an option that does not exist."""
+    is_whole = "config_overrides" in names  # the options of recipe/train.py
     if not option.startswith("-"):
-        hint = "join several values with commas: n_layer=2,n_head=2" if "=" in option else ""
-        return f"unexpected argument '{option}'; {hint or 'pass text as --train_file and a recipe as --config'}"
+        hint = "pass text as --train_file and a recipe as --config" if is_whole else "--help lists all options"
+        if "=" in option:
+            hint = "join several values with commas: n_layer=2,n_head=2"
+        return f"unexpected argument '{option}'; {hint}"
     name = option.lstrip("-").split("=")[0].replace("-", "_")
-    answer = find_other_name(name) if "config_overrides" in names else None
+    answer = find_other_name(name) if is_whole else None
     return f"unknown option --{name}; {answer or did_you_mean(name, names, '--')}"
 
 

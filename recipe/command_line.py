@@ -47,7 +47,7 @@ CHOSEN_FOR = {
     "max_steps": ("num_train_epochs", "max_minutes"),
     "num_train_epochs": ("max_steps", "max_minutes"),
     "max_minutes": ("max_steps",),  # the recipe's epochs stay an upper bound
-    "optim": ("learning_rate", "weight_decay"),
+    "optim": ("learning_rate", "weight_decay", "expected_loss"),
     "lr_scheduler_type": ("lr_scheduler_kwargs",),
 }
 
@@ -107,8 +107,8 @@ def load_config(argv: list[str] | None = None) -> Request:
 def merge(recipe: dict[str, Any], typed: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the recipe's values and the typed ones, by `CHOSEN_FOR`, and notes. Raises `UserError`.
 
-    Besides, config_overrides join, a shorter run warms up for the same share of its steps, the micro-batch and the
-    accumulation make the global batch, as in Trainer, and the positions of a model bound the length of rows.
+    Besides, config_overrides join, a run of another length warms up for the same share of it, unless it has more
+    steps, and the positions of a model bound the length of rows.
     """
     values, notes = dict(recipe), []
     own: dict[str, Any] = {**DEFAULTS, "model_type": "gpt2", **recipe}
@@ -119,44 +119,50 @@ def merge(recipe: dict[str, Any], typed: dict[str, Any]) -> tuple[dict[str, Any]
             return False
         if name in DATA_SOURCES and recipe.keys().isdisjoint(DATA_SOURCES):  # a recipe for any text
             return False
-        if name == "optim":  # the AdamWs are one family
-            return now.partition("_")[0] != before.partition("_")[0]
+        if name == "optim":
+            return family(now) != family(before)
         return now != before or name in LENGTHS  # six typed epochs are not six in the recipe's minutes
 
     for name in filter(is_other, CHOSEN_FOR):
         for chosen in CHOSEN_FOR[name]:
             values.pop(chosen, None)
     steps, warmup = own["max_steps"] or 0, own["warmup_steps"]
-    is_shorter = "num_train_epochs" in typed or (typed.get("max_steps") or steps) < steps
-    if is_shorter and 1 <= warmup < steps:
+    if "max_steps" in typed and (typed["max_steps"] or 0) < steps and 1 <= warmup < steps:
         values["warmup_steps"] = warmup / steps
-    shape, dropout = own["config_overrides"] or {}, ("_pdrop", "dropout")
-    if is_other("model_type") or is_other("model_name_or_path"):  # dropout stays
-        values["config_overrides"] = {key: value for key, value in shape.items() if key.endswith(dropout)}
-    overrides = (values.get("config_overrides") or {}) | typed.get("config_overrides", {})
-    values |= typed | {"config_overrides": overrides or None}
+    values |= typed
+
+    overrides = own["config_overrides"] or {}
+    if is_other("model_type") or is_other("model_name_or_path"):
+        overrides = {key: value for key, value in overrides.items() if key.endswith(("_pdrop", "dropout"))}
+    values["config_overrides"] = overrides | typed.get("config_overrides", {}) or None
 
     rate, decay, default = own["learning_rate"], own["weight_decay"], DEFAULTS["weight_decay"]
-    if is_other("optim"):
-        chosen = f"was chosen for {own['optim']}"
-        need = f"--optim {typed['optim']} needs a --learning_rate of its own: {rate:g} {chosen}"
-        require("learning_rate" in typed, need)
-        if "weight_decay" not in typed and decay != default:
-            notes.append(f"weight_decay is {default:g}, the default, because {decay:g} {chosen}")
-    before, now = (either.get("n_embd", either.get("hidden_size")) for either in (shape, overrides))
+    optim = values.get("optim", DEFAULTS["optim"])
+    chosen_for = own["optim"] if is_other("optim") else DEFAULTS["optim"]
+    if family(optim) != family(chosen_for):
+        need = f"optim {optim} needs a learning_rate of its own: {rate:g} was chosen for {chosen_for}"
+        require("learning_rate" in values, need)
+        if "weight_decay" not in values and decay != default:
+            notes.append(f"weight_decay is {default:g}, the default, because {decay:g} was chosen for {chosen_for}")
+    before, now = (width_of(shape["config_overrides"] or {}) for shape in (own, values))
     if None not in (before, now) and before != now and "learning_rate" in recipe.keys() - typed.keys():
         notes.append(f"learning_rate {rate:g} was chosen for a width of {before}, not {now}; wider needs a lower rate")
 
-    for other in ("tokenizer_name", "dataset_dir"):
+    for other in ("tokenizer_name", "dataset_dir", "model_name_or_path"):
         problem = f"--tokenizer_vocab_size trains a tokenizer, but --{other} has one; pass only one of them"
         require(not {"tokenizer_vocab_size", other} <= typed.keys(), problem)
-    rows, times = typed.get("per_device_train_batch_size"), typed.get("gradient_accumulation_steps")
-    if isinstance(rows, int) and times and "global_batch_size" not in typed:
-        # Accumulation is derived from it, also when the run resumes on other devices.
-        values |= {"global_batch_size": rows * times * count_processes(), "gradient_accumulation_steps": None}
     if "model_name_or_path" in typed and "block_size" not in typed:
         values["block_size"] = min([own["block_size"], *read_positions(typed["model_name_or_path"])])
     return values, notes
+
+
+def width_of(overrides: dict[str, Any]) -> Any:
+    return overrides.get("n_embd", overrides.get("hidden_size"))
+
+
+def family(optim: str) -> str:
+    """The AdamWs are one, because a learning rate of one suits them all."""
+    return optim.partition("_")[0]
 
 
 def read_positions(folder: str) -> list[int]:
@@ -171,8 +177,9 @@ def read_positions(folder: str) -> list[int]:
 def unified(values: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a recipe, or of a command line, under our names.
 
-    If they set a length, max_steps is among them; None is no limit, and so is Trainer's -1. Raises `UserError` for a
-    value that an option cannot have, and if two of them set the same.
+    If they set a length, max_steps is among them; None is no limit, and so is Trainer's -1. As in Trainer, micro-batch
+    and accumulation make the global batch. Raises `UserError` for a value that an option cannot have, and if two of
+    them set the same.
     """
     own: dict[str, Any] = {}
     for alias, value in values.items():
@@ -185,7 +192,13 @@ def unified(values: dict[str, Any]) -> dict[str, Any]:
     steps, epochs = own.get("max_steps"), own.get("num_train_epochs")
     problem = "max_steps and num_train_epochs both set the length of the run; keep only one of them"
     require(not (steps and epochs), problem)
-    return own if own.keys().isdisjoint(LENGTHS) else own | {"max_steps": steps}
+    if not own.keys().isdisjoint(LENGTHS):
+        own["max_steps"] = steps
+    rows, times = own.get("per_device_train_batch_size"), own.get("gradient_accumulation_steps")
+    if isinstance(rows, int) and times and "global_batch_size" not in own:
+        # Accumulation is derived from it, also when the run resumes on other devices.
+        own |= {"global_batch_size": rows * times * count_processes(), "gradient_accumulation_steps": None}
+    return own
 
 
 def load_yaml(recipe: str) -> dict[str, Any]:

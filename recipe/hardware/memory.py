@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from recipe.config import TrainConfig
-from recipe.errors import UserError
+from recipe.errors import UserError, plural
 from recipe.hardware.choices import CUDA_GRAPH_MODES, Machine
 from recipe.hardware.host_memory import available_bytes, total_bytes
 from recipe.hardware.sharding import Sharding
@@ -92,6 +92,12 @@ def micro_batch_sizes(config: TrainConfig, machine: Machine) -> list[int]:
         )
     divisors = [size for size in range(share, 0, -1) if share % size == 0]
     accumulation, wanted = config.gradient_accumulation_steps, config.per_device_train_batch_size
+    if accumulation is not None and wanted not in ("auto", share / accumulation):
+        raise UserError(
+            f"{plural(num_processes, 'process', 'es')} x per_device_train_batch_size {wanted} x "
+            f"gradient_accumulation_steps {accumulation} is not global_batch_size {config.global_batch_size}; remove "
+            "one of them"
+        )
     for name, value in (("gradient_accumulation_steps", accumulation), ("per_device_train_batch_size", wanted)):
         if isinstance(value, int) and value not in divisors:
             raise UserError(
@@ -100,11 +106,6 @@ def micro_batch_sizes(config: TrainConfig, machine: Machine) -> list[int]:
                 f"or --global_batch_size {value * num_processes}"
             )
     if accumulation is not None:
-        if wanted not in ("auto", share // accumulation):
-            raise UserError(
-                f"{num_processes} processes x per_device_train_batch_size {wanted} x gradient_accumulation_steps "
-                f"{accumulation} is not global_batch_size {config.global_batch_size}; remove one of them"
-            )
         wanted = share // accumulation
     limit = LARGEST_MICRO_BATCH_TOKENS["cpu" if machine.device_type == "cpu" else "accelerator"]
     sizes = [n for n in divisors if n * config.block_size <= limit] or [1]

@@ -40,6 +40,7 @@ AttentionInterface.register(SDPA_WITHOUT_MASK, sdpa_attention_forward)
 # What config_overrides cannot set.
 MANAGED: dict[str, str] = dict.fromkeys(("n_positions", "max_position_embeddings"), "set block_size")
 MANAGED |= dict.fromkeys(("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"), "it follows the tokenizer")
+ROPE = {"rope_theta": """pass '{"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}'"""}
 # What config_overrides must set for types other than GPT-2, whose defaults are models of 7B parameters.
 SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "num_key_value_heads")
 # GPT-2's names of dropout, which recipes use, and those of other types.
@@ -107,7 +108,10 @@ def build_model_config(
     for key in overrides:
         if key not in options:
             nearest = did_you_mean(key, options, otherwise=f"it can set {', '.join(options)}")
-            raise UserError(f"config_overrides cannot set {key!r}; {MANAGED.get(key, nearest)}")
+            raise UserError(f"config_overrides cannot set {key!r}; {(MANAGED | ROPE).get(key, nearest)}")
+    for alias, key in CONFIG_MAPPING[model_type].attribute_map.items():
+        if {alias, key} <= overrides.keys():
+            raise UserError(f"config_overrides sets {key} and {alias}, two names of the same; pass {key}")
     missing = [key for key in SHAPE if key in options and key not in overrides]
     if missing and source is None and model_type != "gpt2":
         raise UserError(f"model_type {model_type} requires {', '.join(missing)} in config_overrides")

@@ -97,6 +97,11 @@ def test_a_typed_micro_batch_and_accumulation_set_the_global_batch(monkeypatch, 
     assert (config.global_batch_size, micro_batch_sizes(config, Machine("cpu", processes))) == expected
 
 
+def test_a_recipe_may_set_the_micro_batch_and_accumulation_instead_of_the_global_batch(recipe):
+    content = "per_device_train_batch_size: 8\ngradient_accumulation_steps: 4\n"
+    assert load(*recipe(content), *DATA).global_batch_size == 32
+
+
 def test_config_overrides_are_merged_key_by_key(recipe):
     options = recipe("config_overrides: {n_layer: 12, n_head: 12}\n")
     config = load(*options, *DATA, "--config_overrides", "n_layer=4,resid_pdrop=0.1")
@@ -199,6 +204,7 @@ def test_a_typed_length_replaces_the_recipes(recipe, content, argv, length):
         ("--max_steps 40000", 715),
         ("--max_steps 6 --warmup_steps 50", 50),
         ("--num_train_epochs 3", 715 / 19073),
+        ("--max_minutes 3", 715 / 19073),
     ],
 )
 def test_a_shorter_run_has_a_shorter_warm_up(argv, expected):

@@ -37,6 +37,7 @@ OPTIONS = [  # of recipe/train.py -> what the answer names
     ("--lerning_rate 1", "--lerning_rate --learning_rate"),
     ("--zzzz", "--zzzz --help"),
     ("--seed 1 stray", "'stray'"),
+    ("--per_device_train_batch_size 2 --gradient_accumulation_steps 3 --global_batch_size 8", "2 3 8 remove"),
     ("--config_overrides n_layer=2 n_head=2", "'n_head=2' n_layer=2,n_head=2"),
     ("--learning_rate", "--learning_rate: --learning_rate=VALUE"),
     ("--run_name --seed 3", "--run_name: --run_name=VALUE"),
@@ -81,8 +82,8 @@ OPTIONS = [  # of recipe/train.py -> what the answer names
     (f"{RESUME} auto", f"{RESUME} --output_dir"),
     ("--max_steps 3 --num_train_epochs 1", "max_steps num_train_epochs"),
     ("--early_stopping_patience 2 --eval_steps 0", "--early_stopping_patience --eval_steps"),
-    ("--optim adamw_torch_fused", "--optim adamw_torch_fused --learning_rate 0.01 muon"),
-    ("--config gpt2_124m --optim muon", "--optim muon --learning_rate 0.0006 adamw_torch_fused"),
+    ("--optim adamw_torch_fused", "optim adamw_torch_fused learning_rate 0.01 muon"),
+    ("--config gpt2_124m --optim muon", "optim muon learning_rate 0.0006 adamw_torch_fused"),
     # --- schedules
     (f"{WSD} min_lr_rate=0.1", "min_lr_rate cosine_with_min_lr"),
     (f"{WSD} num_decay_steps=50", "num_decay_steps max_minutes"),
@@ -104,6 +105,7 @@ OPTIONS = [  # of recipe/train.py -> what the answer names
     ("--config_overrides n_positions=9", "'n_positions' block_size"),
     ("--config_overrides dtype=bfloat16", "'dtype' n_layer"),
     ("--config_overrides n_embd=100,n_head=12", "config_overrides 100 12"),
+    ("--config_overrides hidden_size=96", "config_overrides n_embd hidden_size"),  # the recipe's has the other name
     ("--config_overrides n_head=0", "config_overrides gpt2"),
     ("--config_overrides n_layer=two", "config_overrides 'n_layer'"),
     ("--config_overrides resid_pdrop=2", "config_overrides 2"),
@@ -126,7 +128,7 @@ MODEL_TYPES = [  # --model_type, --config_overrides -> what the answer names
     ("granite", f"{DENSE},logits_scaling=8.0", "granite logits"),
     ("bert", f"{WIDE},intermediate_size=176", "bert later"),
     ("bert-generation", f"{WIDE},intermediate_size=176", "bert-generation later"),
-    ("trocr", f"{WIDE},d_model=64,decoder_layers=2", "trocr"),
+    ("trocr", WIDE, "trocr"),
     ("qwen2", DENSE, "qwen2 Qwen2Tokenizer --model_type"),  # AutoTokenizer loads any tokenizer.json as that class
 ]
 

@@ -114,6 +114,7 @@ RECIPES = [  # content -> what the answer names
     ("max_steps: 40\nnum_train_epochs: 0.5", "mine.yaml max_steps num_train_epochs"),
     ("hub_language: [en, null]", "mine.yaml hub_language"),
     ("train_file: [a, ~]", "mine.yaml train_file"),
+    ("optim: muon", "optim muon learning_rate 0.0006 adamw_torch_fused"),
     ("optim: --", "mine.yaml optim '--' muon"),
     ("max_eval_samples: null", "mine.yaml max_eval_samples"),
     ("seed:", "seed"),
