@@ -81,10 +81,7 @@ class TrainConfig:
         section="Data: pass exactly one of dataset_dir, train_file and dataset_name",
     )
     dataset_weights: list[float] | None = option(
-        None,
-        "Shares of the training examples of each dataset_dir. Default: their numbers of rows.",
-        IDENTITY,
-        at_least=0,
+        None, "Share of each dataset_dir in the training examples. Default: by its rows.", IDENTITY, at_least=0
     )
     train_file: list[str] | None = option(
         None,
@@ -156,10 +153,7 @@ class TrainConfig:
         "auto", "Sequences per forward pass (micro-batch); auto: the fastest that fits.", PUBLIC, at_least=1
     )
     gradient_accumulation_steps: int | None = option(
-        None,
-        "Micro-batches per step (derived); typed with the micro-batch, both set the global batch.",
-        PUBLIC,
-        at_least=1,
+        None, "Micro-batches per step (derived); with a micro-batch, both set the global batch.", PUBLIC, at_least=1
     )
 
     max_steps: int | None = option(19073, "Optimizer steps.", SCHEDULE, at_least=1, section="Optimizer and schedule")
@@ -172,9 +166,7 @@ class TrainConfig:
         above=0,
     )
     optim: Literal["adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "muon"] = option(
-        "adamw_torch_fused",
-        "AdamW (fused, torch's choice, or with 8-bit moments), or Muon for the hidden matrices.",
-        IDENTITY,
+        "adamw_torch_fused", "AdamW (fused, torch's choice, or in 8 bits), or Muon for the hidden matrices.", IDENTITY
     )
     learning_rate: float = option(6e-4, "Peak learning rate.", SCHEDULE, above=0)
     lr_scheduler_type: Literal[
@@ -182,9 +174,9 @@ class TrainConfig:
     ] = option("cosine_with_min_lr", "Shape of the learning rate over the run.", SCHEDULE)
     lr_scheduler_kwargs: dict[str, Any] | None = option(
         None,
-        "Arguments of the schedule, as NAME=VALUE,NAME=VALUE or JSON. For cosine_with_min_lr: min_lr_rate (0.1, a "
-        "share of the peak) or min_lr. For warmup_stable_decay: num_decay_steps (0.2; below 1, a share of the run), "
-        f"decay_type ({', '.join(DECAY_TYPES)}), min_lr_ratio (0).",
+        "Arguments of the schedule, instead of the recipe's: NAME=VALUE,NAME=VALUE or JSON. For cosine_with_min_lr: "
+        "min_lr_rate (0.1, a share of the peak) or min_lr. For warmup_stable_decay: num_decay_steps (0.2; below 1, a "
+        f"share of the run), decay_type ({', '.join(DECAY_TYPES)}), min_lr_ratio (0).",
         SCHEDULE,
         example="min_lr_rate=0.1",
     )
@@ -207,10 +199,7 @@ class TrainConfig:
         aliases={"bf16": ("no", "bf16"), "fp16": ("no", "fp16")},
     )
     matmul_precision: Literal["highest", "high", "medium"] = option(
-        "high",
-        "Of the CUDA matrix products that stay in fp32: fp32, TF32 or bf16.",
-        PUBLIC,
-        aliases={"tf32": ("highest", "high")},
+        "high", "CUDA's fp32 products: as they are, in TF32 or in bf16.", PUBLIC, aliases={"tf32": ("highest", "high")}
     )
     dynamo_backend: Literal["auto", "no", "inductor", "aot_eager", "eager"] = option(
         "auto", "torch.compile backend; no: not compiled. Its mode is the launcher's --dynamo_mode.", PUBLIC
@@ -244,9 +233,7 @@ class TrainConfig:
         example="value=3.28,tolerance=0.05,tokens=1e10,dataset=ID,source=TEXT",
     )
     eval_tasks: list[str] | None = option(
-        None,
-        "Tasks to score at each evaluation (1,000 examples): hellaswag, lambada (Hub), or hellaswag=FILE.jsonl.",
-        PATH,
+        None, "Tasks to score at each evaluation: hellaswag, lambada (from the Hub), or hellaswag=FILE.jsonl.", PATH
     )
     save_steps: int = option(1000, "Steps between checkpoints; 0 saves none.", PUBLIC, at_least=0)
     save_total_limit: int | None = option(
@@ -260,10 +247,7 @@ class TrainConfig:
         alone="true",
     )
     early_stopping_patience: int | None = option(
-        None,
-        "End the run after this many evaluations in a row without a new lowest validation loss.",
-        PUBLIC,
-        at_least=1,
+        None, "End after this many evaluations in a row without a new lowest validation loss.", PUBLIC, at_least=1
     )
     resume_from_checkpoint: str | None = option(
         None,
