@@ -40,23 +40,16 @@ def test_the_modes_are_those_of_torch():
     [("inductor", "lite", "lite"), ("inductor", "default", None), ("no", "lite", None)],
 )
 def test_the_launchers_mode_is_shown_where_inductor_compiles(monkeypatch, launch_with, backend, mode, expected):
+    """So are its answers that have no effect. Full graphs are always compiled."""
     monkeypatch.setattr(accelerator, "why_no_inductor", lambda device: None)
     launch_with(mode)
-    config = config_of("--dynamo_backend", backend, "--mixed_precision", "no", "--attn_implementation", "sdpa")
-    choices = choose(config, find_machine(torch.device("cpu")), None)
-    assert (choices["mode"].value if "mode" in choices else None) == expected
-
-
-@pytest.mark.parametrize(("backend", "expected"), [("inductor", 3 * [True]), ("no", 3 * [False])])
-def test_answers_without_effect_are_named_where_the_run_compiles(monkeypatch, backend, expected):
-    """Of `accelerate config`. The graph is always whole, so a yes to that question has its effect."""
-    monkeypatch.setattr(accelerator, "why_no_inductor", lambda device: None)
     for name in ("DYNAMIC", "REGIONAL_COMPILATION", "FULLGRAPH"):
         monkeypatch.setenv(f"ACCELERATE_DYNAMO_USE_{name}", "True")
     config = config_of("--dynamo_backend", backend, "--mixed_precision", "no", "--attn_implementation", "sdpa")
     choices = choose(config, find_machine(torch.device("cpu")), None)
-    value = choices["launcher"].value if "launcher" in choices else ""
-    assert [name in value for name in ("dynamic", "regional", "dynamo")] == expected and "fullgraph" not in value
+    assert (choices["mode"].value if "mode" in choices else None) == expected
+    unused = {"launcher": "dynamo_use_dynamic and dynamo_use_regional_compilation"} if backend == "inductor" else {}
+    assert {label: choice.value for label, choice in choices.items() if label == "launcher"} == unused
 
 
 @pytest.mark.parametrize(

@@ -65,11 +65,7 @@ def test_parameters_of_a_published_llama():
 
 @pytest.mark.parametrize(
     ("shape", "better"),
-    [
-        ("n_head=12,n_embd=768", None),
-        ("n_head=3,n_embd=99", ("3 heads", "40", "120")),
-        ("n_head=1,n_embd=33", ("1 head of", "40")),
-    ],
+    [("n_head=12,n_embd=768", None), ("n_head=3,n_embd=99", ("40", "120")), ("n_head=1,n_embd=33", ("1 head of",))],
 )
 def test_an_odd_width_of_heads_is_named_with_the_next_good_one(shape, better):
     """Three heads of 33 values should have 40, in a model of width 120."""

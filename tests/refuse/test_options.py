@@ -11,9 +11,9 @@ import pytest
 import yaml
 from helpers import ROOT, run_script
 
-from recipe.arguments import OTHER_NAMES, CommandLine, Store, read_value, shell_command
+from recipe.arguments import OTHER_NAMES, CommandLine, Store, shell_command
 from recipe.command_line import CONFIGS_DIR, load_config
-from recipe.config import ALIASES, MAPPINGS, OPTIONS, PATHS, TrainConfig, write_config
+from recipe.config import ALIASES, OPTIONS, PATHS, TrainConfig, write_config
 from recipe.data.files import find_files
 from recipe.evaluation.validation import count_eval_rows
 from recipe.hardware.choices import Machine
@@ -102,15 +102,9 @@ def test_a_recipe_may_set_the_micro_batch_and_accumulation_instead_of_the_global
     assert load(*recipe(content), *DATA).global_batch_size == 32
 
 
-def test_config_overrides_are_merged_key_by_key(recipe):
-    options = recipe("config_overrides: {n_layer: 12, n_head: 12}\n")
-    config = load(*options, *DATA, "--config_overrides", "n_layer=4,resid_pdrop=0.1")
-    assert config.config_overrides == {"n_layer": 4, "n_head": 12, "resid_pdrop": 0.1}
-
-
 BIG, FAST = "--config gpt2_124m --dataset_dir d", "--config gpt2_124m_fast --dataset_dir d"
 LARGE_CHAR = "--config shakespeare_char_large --train_file a.txt"
-DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
+SHAPE, DROPOUT = {"n_layer": 6, "n_head": 6, "n_embd": 384}, {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
 CHOSEN = [  # a typed option -> what becomes of the recipe's values that were chosen for another value of it
     ("--lr_scheduler_type linear", {"lr_scheduler_kwargs": None}),
     ("--lr_scheduler_type warmup_stable_decay", {"lr_scheduler_kwargs": load().lr_scheduler_kwargs}),  # the same one
@@ -118,7 +112,8 @@ CHOSEN = [  # a typed option -> what becomes of the recipe's values that were ch
     ("--streaming --dataset_name a/b", {"num_train_epochs": None, "max_minutes": 2.75, "max_steps": None}),
     (f"{LARGE_CHAR} --model_name_or_path m", {"tokenizer_vocab_size": None, "config_overrides": DROPOUT}),
     (f"{LARGE_CHAR} --model_type llama", {"tokenizer_vocab_size": 257, "config_overrides": DROPOUT}),
-    (f"{LARGE_CHAR} --model_type gpt2", {"config_overrides": DROPOUT | {"n_layer": 6, "n_head": 6, "n_embd": 384}}),
+    (f"{LARGE_CHAR} --model_type gpt2", {"config_overrides": SHAPE | DROPOUT}),
+    (f"{LARGE_CHAR} --config_overrides n_layer=4,a=1", {"config_overrides": SHAPE | DROPOUT | {"n_layer": 4, "a": 1}}),
     (f"{BIG} --optim adamw_bnb_8bit", {"learning_rate": 6e-4, "weight_decay": 0.1}),  # also an AdamW
     (f"{FAST} --optim adamw_torch --learning_rate 1e-3", {"learning_rate": 1e-3, "weight_decay": 0.1}),
     (f"{FAST} --optim muon", {"learning_rate": 2e-3, "weight_decay": 0.15}),
@@ -499,9 +494,7 @@ def test_every_list_of_a_script_goes_on_when_it_is_given_twice(parser):
 
 
 def test_options_of_a_run_that_expand_the_home_folder_are_paths():
-    """All whose name says so; the others are text, of which `~` and `$HOME` are a part."""
     assert {name for name in OPTIONS if A_PATH.search(name)} <= {*PATHS}
-    assert {name for name in OPTIONS.keys() - MAPPINGS if read_value(name, "~/x") != "~/x"} == {*PATHS}
 
 
 @pytest.mark.parametrize(
