@@ -140,7 +140,7 @@ def merge(recipe: dict[str, Any], typed: dict[str, Any]) -> tuple[dict[str, Any]
     optim = values.get("optim", DEFAULTS["optim"])
     chosen_for = own["optim"] if is_other("optim") else DEFAULTS["optim"]
     if family(optim) != family(chosen_for):
-        need = f"optim {optim} needs a learning_rate of its own: {rate:g} was chosen for {chosen_for}"
+        need = f"optim {optim} needs its own rate; pass --learning_rate ({rate:g} was chosen for {chosen_for})"
         require("learning_rate" in values, need)
         if "weight_decay" not in values and decay != default:
             notes.append(f"weight_decay is {default:g}, the default, because {decay:g} was chosen for {chosen_for}")
