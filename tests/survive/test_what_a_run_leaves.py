@@ -142,6 +142,8 @@ def test_tokens_documents_and_hours_are_those_counted_by_hand():
     mixed = describe_seen(run_of(splits=splits, mixture=parts), state, 1.0)
     assert mixed.endswith("= 138k; 20 documents; epoch 0.05 of a, 0.20 of b")
     assert describe_seen(run_of(True, splits=splits), state, 1.0) == "128k tokens + 10.2k of validation = 138k"
+    state.examples = 12
+    assert "; 1 document; epoch 0.01" in describe_seen(run_of(splits=splits), state, speed)
     state.examples = 2500  # every document is seen once, and then again
     assert "; 80 documents; epoch 2.50 (1.0 h)" in describe_seen(run_of(splits=splits), state, speed)
     state.begin_stage(256, "")  # with other data, which begin at their first example
