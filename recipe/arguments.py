@@ -93,13 +93,9 @@ class CommandLine(argparse.ArgumentParser):
                 reads |= {"nargs": "?", "const": marks.get("alone", True)}
             group.add_argument(f"--{name}", **{"default": DEFAULTS[name], "help": text, **reads, **kwargs})
             for alias, (_, value) in marks.get("aliases", {}).items() if is_whole else ():
-                reads = {
-                    "type": functools.partial(read_value, alias),
-                    "metavar": "BOOL",
-                    "nargs": "?",
-                    "const": "true",
-                }
-                group.add_argument(f"--{alias}", **reads, default=argparse.SUPPRESS, help=f"Sets {name} to {value}.")
+                reads = {"type": functools.partial(read_value, alias), "nargs": "?", "const": "true"}
+                reads |= {"metavar": "BOOL", "default": argparse.SUPPRESS, "help": f"Sets {name} to {value}."}
+                group.add_argument(f"--{alias}", **reads)
 
     def parse_with_run_options(self) -> tuple[argparse.Namespace, list[str]]:
         """Return the script's options, and recipe/train.py's as typed. Raises `UserError` for any other."""

@@ -54,8 +54,8 @@ PATH = "path"  # a folder, file or pattern, in which `~` is the home folder; som
 def option(default: Any, text: str, *marks: str, **more: Any) -> Any:
     """Declare an option with its default, its help and its marks.
 
-    more: `at_least`, `above` and `below` bound a number; `alone` is the value if none is typed; `example` is one of a
-    mapping, for messages; `aliases` are names of TrainingArguments, {name: (what false sets, what true sets)};
+    more: `at_least`, `above` and `below` bound a number; `alone` is what the name without a value sets; `example` is
+    for messages about a mapping; `aliases` are names of TrainingArguments, {name: (what false sets, what true sets)};
     `section` begins one in --help.
     """
     return dataclasses.field(default=default, metadata={"help": text, "marks": marks, **more})
@@ -282,6 +282,8 @@ class TrainConfig:
             object.__setattr__(self, "report_to", trackers[: trackers.index("none")][::-1] or None)
         if self.model_name_or_path and self.tokenizer_name is None:
             object.__setattr__(self, "tokenizer_name", self.model_name_or_path)
+        for name in OPTIONS:  # also of a config that code makes, or changes with `replace`
+            check_value(name, getattr(self, name))
         check_rules(self)
 
     @property
@@ -352,13 +354,15 @@ def require(ok: object, message: str) -> None:
 
 def check_value(name: str, value: Any) -> None:
     """Raise `UserError` for a value that is missing, of another type, not a choice, or out of the option's bounds."""
-    require(value is not None or NoneType in TYPES[name], f"{name} has no value; set one, or delete the line")
-    if isinstance(value, dict):
+    if value is None:
+        require(NoneType in TYPES[name], f"{name} has no value; set one, or delete the line")
+    elif isinstance(value, dict):
         require(all(isinstance(key, str) for key in value), f"the keys of {name} must be names, got {value}")
-    for item in [] if value is None or isinstance(value, dict) else value if isinstance(value, list) else [value]:
-        require(item != "", f"{name} must not be empty; omit it to use the default")
-        if not _is_valid(name, item):
-            raise UserError(f"{name} must be {_describe_values(name)}, got {item!r}")
+    else:
+        for item in value if isinstance(value, list) else [value]:
+            require(item != "", f"{name} must not be empty; omit it to use the default")
+            if not _is_valid(name, item):
+                raise UserError(f"{name} must be {_describe_values(name)}, got {item!r}")
 
 
 def _is_valid(name: str, item: Any) -> bool:

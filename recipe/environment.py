@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import recipe
+from recipe.errors import plural
 
 if TYPE_CHECKING:
     import torch  # the functions that need it import it: preparing data does not
@@ -135,7 +136,7 @@ def describe_machine(environment: dict[str, Any]) -> str:
     if "cuda" in environment:
         return environment["device"]
     name, num_cpus = re.sub(r"[(](R|TM)[)]| Processor| CPU.*", "", environment["device"]), environment["num_cpus"]
-    return f"{num_cpus} {name} core{'s' * (num_cpus != 1)}"
+    return plural(num_cpus, f"{name} core")
 
 
 def find_commit() -> str | None:

@@ -53,7 +53,7 @@ from recipe.data.packed import PackedSplit, open_packed_dataset
 from recipe.environment import count_cpus, describe_environment, describe_machine
 from recipe.errors import UserError, run_main, short_reason
 from recipe.hardware.accelerator import find_machine, measure_open
-from recipe.hardware.choices import Machine, choose
+from recipe.hardware.choices import Machine, choose, in_words
 from recipe.hardware.devices import peak_memory_bytes, why_no_inductor
 from recipe.hardware.memory import USABLE_SHARE, MemoryPlan, estimate_bytes, measure_usable_bytes
 from recipe.metrics import read_events
@@ -268,7 +268,7 @@ def train_recipe(setting: Setting, more: dict[str, Any] | None = None) -> dict[s
         **median,
         "peak_memory_bytes": summary["peak_memory_bytes"],
         "loss": summary["eval_loss"],
-        "precision": {"no": "fp32"}.get(summary["mixed_precision"], summary["mixed_precision"]),
+        "precision": in_words("precision", summary["mixed_precision"]),
         "attention": summary["attn_implementation"],
         "num_parameters": summary["num_parameters"],
     }
@@ -574,7 +574,7 @@ def choose_setting(args: argparse.Namespace) -> Setting:
     precision = choose(config, machine, measure_open(config, machine, device, model_config))["precision"].value
     return Setting(
         device.type,
-        {"no": "fp32"}.get(precision, precision),
+        in_words("precision", precision),
         dataset.directory,
         dataset.vocab_size,
         {key: (config.config_overrides or {}).get(key, value) for key, value in GPT2_SHAPE.items()},

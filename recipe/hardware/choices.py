@@ -33,7 +33,6 @@ OF_A_MACHINE = {
     "typed_threads",
     "thread_counts",
 }  # see `combine`
-UNUSED_REASON = "ignored: the whole module is compiled, with fixed shapes"
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
@@ -171,7 +170,8 @@ def choose(config: TrainConfig, machine: Machine, measured: Measured | None) -> 
     if choices["dynamo"].value == "inductor" and machine.launcher_mode != "default":
         choices["mode"] = Choice(machine.launcher_mode, "set by the launcher")
     if choices["dynamo"].value != "no" and machine.launcher_unused:
-        choices["launcher"] = Choice(" and ".join(machine.launcher_unused), UNUSED_REASON)
+        reason = "ignored: the whole module is compiled, with fixed shapes"
+        choices["launcher"] = Choice(" and ".join(machine.launcher_unused), reason)
     if config.bf16_residual:
         if choices["precision"].value != "bf16":
             precision = f"{in_words('precision', choices['precision'].value)}: {choices['precision'].reason}"

@@ -434,11 +434,12 @@ def list_other_changes(start: Start) -> dict[str, tuple]:
     """
     assert start.resume is not None
     told = {*SCHEDULE_OPTIONS, *IDENTITY_OPTIONS, *RESOLVED, "global_batch_size", "config_overrides", "push_to_hub"}
+    told |= {*PATHS}
     before = DEFAULTS | start.resume.options
     return {
         name: (before[name], now)
         for name, now in sorted(vars(start.requested).items())
-        if start.resume.options and name not in {*told, *PATHS} and not name.startswith("hub_") and before[name] != now
+        if start.resume.options and name not in told and not name.startswith("hub_") and before[name] != now
     }
 
 
