@@ -31,7 +31,7 @@ Views = list[torch.Tensor] | tuple[torch.Tensor, ...]  # one matrix, or several 
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon with Nesterov momentum and decoupled weight decay for groups with `num_matrices`; AdamW for the others.
+    """Muon with Nesterov momentum and decoupled weight decay for groups with `matrices`; AdamW for the others.
 
     It never waits for the device. If `found_inf`, an fp32 scalar on the device, is 1, a step changes nothing. With
     several processes, each orthogonalizes its share of the matrices. If every process holds all weights, all of them
@@ -41,7 +41,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self, groups: list[dict], lr: float, betas: tuple[float, float], eps: float, dtype: torch.dtype = torch.float32
     ) -> None:
-        """groups: with `weight_decay`; Muon's also has `num_matrices`, from `find_matrices`.
+        """groups: with `weight_decay`; Muon's also has `matrices`, from `find_matrices`.
 
         dtype: of the matrix products.
         """
@@ -53,13 +53,13 @@ class Muon(torch.optim.Optimizer):
     def step(self) -> None:
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
-            num_matrices = dict(zip(group["params"], group.get("num_matrices", ()), strict=False))
+            matrices = dict(zip(group["params"], group.get("matrices", ()), strict=False))
             for p in parameters:
                 if not self.state[p]:
-                    self.state[p] = self._new_state(p, num_matrices.get(p))
+                    self.state[p] = self._new_state(p, matrices[p][0] if matrices else None)
             if parameters:
                 states = map(list, zip(*(self.state[p].values() for p in parameters), strict=True))
-                (self._step_muon if num_matrices else self._step_adamw)(group, parameters, *states)
+                (self._step_muon if matrices else self._step_adamw)(group, parameters, *states)
 
     def _new_state(self, p: nn.Parameter, num_matrices: int | None) -> dict[str, torch.Tensor]:
         zeros = functools.partial(torch.zeros, dtype=p.dtype, device=p.device)  # whole on every process
@@ -75,14 +75,14 @@ class Muon(torch.optim.Optimizer):
         adamw(parameters, gradients, means, squares, [], steps, fused=True, found_inf=self.found_inf, **options)
 
     def _step_muon(self, group: dict, parameters: list, steps: list, momenta: list, neurons: list) -> None:
-        """Update stacks of matrices of equal shape, with the longer side as columns."""
-        stacks = defaultdict(list)
+        """Update stacks of matrices of equal shape, with neurons as columns."""
+        stacks, matrices_of = defaultdict(list), dict(zip(group["params"], group["matrices"], strict=True))
         for p, momentum, squares in zip(parameters, momenta, neurons, strict=True):
-            rows, columns = p.shape[0], p.shape[1] // len(squares)
-            shards = MatrixShards.of(p, dim=1 if rows <= columns else 2)
+            (_, is_turned), rows, columns = matrices_of[p], p.shape[0], p.shape[1] // len(squares)
+            shards = MatrixShards.of(p, dim=2 if is_turned else 1)
             pieces = (_local(x).chunk(len(squares), dim=1) for x in (p, p.grad, momentum))
             for *views, square in zip(*pieces, squares, strict=True):
-                wide = views if rows <= columns else [view.mT for view in views]
+                wide = [view.mT for view in views] if is_turned else views
                 stacks[min(rows, columns), max(rows, columns), shards].append([*wide, square])
         found_inf = torch.zeros_like(steps[0]) if self.found_inf is None else self.found_inf
         warmed_up = (steps[0] / MOMENTUM_WARMUP_UPDATES).clamp(max=1.0)
@@ -212,9 +212,9 @@ def even_out_neurons(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return factors that give every neuron updates of the same size over time, and preserve each matrix's norm.
 
-    updates: fp32 [n, rows, columns]. Each column is a neuron: an index of the longer side, or an output if both sides
-    of a Conv1D are equal. squares: fp32 [n, 1, columns], the running means of the neurons' mean squares. Returns the
-    factors, shaped like squares, and the new means. shards: of updates and factors; the means are not sharded.
+    updates: fp32 [n, rows, columns]. Each column is a neuron, as `find_matrices` says. squares: fp32 [n, 1, columns],
+    the running means of the neurons' mean squares. Returns the factors, shaped like squares, and the new means.
+    shards: of updates and factors; the means are not sharded.
     """
     sums, num_rows = torch.linalg.vector_norm(updates, dim=1, keepdim=True).square(), updates.shape[1]
     if shards is not None:
@@ -226,19 +226,21 @@ def even_out_neurons(
     return scales if shards is None else scales[:, :, shards.columns], squares
 
 
-def find_matrices(model: nn.Module) -> dict[torch.Tensor, int]:
-    """Return {weight: number of matrices in it} for all trained projections inside the blocks.
+def find_matrices(model: nn.Module) -> dict[torch.Tensor, tuple[int, bool]]:
+    """Return {weight: (number of matrices in it, whether their rows are neurons)} for the projections of the blocks.
 
-    GPT-2's `c_attn` holds three, for queries, keys and values, side by side. Fused projections of other model types
+    Neurons are the longer side, and the outputs of a square matrix: rows of a Linear, columns of a Conv1D. GPT-2's
+    `c_attn` holds three matrices side by side, for queries, keys and values. Fused projections of other model types
     (such as phi3's and gpt_neox's) count as one. model: of Transformers, or a module that holds one.
     """
-    model = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
-    return {
-        layer.weight: 3 if isinstance(layer, Conv1D) and name.endswith(".c_attn") else 1
-        for name, layer in model.named_modules()
-        if isinstance(layer, (Conv1D, nn.Linear)) and layer is not model.get_output_embeddings()
-        if layer.weight.requires_grad
-    }
+    model, matrices = next(module for module in model.modules() if isinstance(module, PreTrainedModel)), {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, (Conv1D, nn.Linear)) and layer is not model.get_output_embeddings():
+            count = 3 if isinstance(layer, Conv1D) and name.endswith(".c_attn") else 1
+            rows, columns = layer.weight.shape[0], layer.weight.shape[1] // count
+            if layer.weight.requires_grad:
+                matrices[layer.weight] = count, rows > columns or rows == columns and isinstance(layer, nn.Linear)
+    return matrices
 
 
 def _copy_unless(found_inf: torch.Tensor, tensors: Views, before: torch.Tensor, after: torch.Tensor) -> None:

@@ -25,7 +25,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
     ]
     options = {"lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
     if config.optim == "muon":
-        hidden = {"params": list(matrices), "num_matrices": list(matrices.values())}
+        hidden = {"params": list(matrices), "matrices": list(matrices.values())}
         hidden["weight_decay"] = config.weight_decay
         dtype = torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32
         return Muon([hidden, *groups], **options, dtype=dtype)
