@@ -4,17 +4,19 @@ python scripts/generate_text.py --model runs/demo --prompt "import "
 python scripts/generate_text.py --model runs/demo --interactive
 python scripts/generate_text.py --model runs/demo --prompts_file prompts.txt --output_file texts.jsonl
 
-One text appears token by token; with --num_samples, the texts of a prompt appear together when all are complete.
-Only text goes to stdout.
+One text appears as it is written; with --num_samples, the texts of a prompt appear together when all are complete.
+With --interactive, a model that has a chat template answers in a dialog. Only text goes to stdout.
 """
 
 import argparse
 import contextlib
 import functools
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from recipe.arguments import CommandLine, as_path  # first: it sets up OpenMP's threads, before torch is loaded
 
@@ -22,28 +24,42 @@ from recipe.arguments import CommandLine, as_path  # first: it sets up OpenMP's 
 from accelerate import PartialState
 
 from recipe.errors import UserError, run_main
-from recipe.evaluation.generation import generate_texts, load_model
+from recipe.evaluation.generation import Turns, generate_texts, load_model
 from recipe.hardware.devices import device_of
 
 SEPARATOR = "\n---\n\n"
-SAMPLING = ("max_new_tokens", "num_samples", "temperature", "top_k", "top_p", "repetition_penalty")
+# Options of `generate` that it does not check itself, and their ranges. Beyond, scores overflow, or are all the same.
+SAMPLING = {"temperature": (1e-4, 1e4), "repetition_penalty": (1e-4, 1e4), "top_p": (0, 1), "top_k": (0, math.inf)}
 
 
 def main() -> None:
     args = parse()
     prompts = ask() if args.interactive else read_prompts(args.prompts_file) if args.prompts_file else [args.prompt]
-    sampling = {name: getattr(args, name) for name in SAMPLING}
-    model, tokenizer = load_model(args.model_name_or_path, device_of(PartialState()), args.revision)
-    stream = functools.partial(print, end="", flush=True) if args.num_samples == 1 else None
+    options: dict[str, Any] = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
+    if options.get("temperature") == 0:
+        options |= {"do_sample": False, **dict.fromkeys(("temperature", "top_k", "top_p"))}
+    elif options.keys() & {"temperature", "top_k", "top_p"}:
+        options["do_sample"] = True
+    options |= {"max_new_tokens": args.max_new_tokens, "num_samples": args.num_samples}
+    device = device_of(PartialState())
+    model, tokenizer = load_model(args.model_name_or_path, device, args.revision, args.trust_remote_code)
+    write = functools.partial(print, end="", flush=True)
+    options["stream"] = write if args.num_samples == 1 else None
+    turns: Turns | None = [] if args.interactive and tokenizer.chat_template else None
     with open_output(args.output_file) as output:
         for index, prompt in enumerate(prompts):
+            head = prompt if turns is None else ""  # an answer does not begin with the question
+            if turns is not None:
+                turns.append({"role": "user", "content": prompt})
             if index > 0 and not args.interactive:
-                print(SEPARATOR, end="")
-            if stream is not None:
-                stream(prompt)
+                write(SEPARATOR)
+            if args.num_samples == 1:
+                write(head)
             seed = args.seed + index if args.interactive else args.seed  # a prompt typed again gets another text
-            texts = generate_texts(model, tokenizer, prompt, **sampling, seed=seed, stream=stream)
-            print("" if stream else f"\n{SEPARATOR}".join(texts), flush=True)
+            texts = [head + text for text in generate_texts(model, tokenizer, turns or prompt, seed=seed, **options)]
+            print("" if args.num_samples == 1 else f"\n{SEPARATOR}".join(texts), flush=True)
+            if turns is not None:
+                turns.append({"role": "assistant", "content": texts[0]})
             if args.interactive:
                 print(flush=True)
             if output is not None:
@@ -63,6 +79,7 @@ def parse() -> argparse.Namespace:
         help="folder of a run or of a checkpoint, or a Hub id",
     )
     parser.add_argument("--revision", help="branch of a Hub model, such as step-000400-0.8M-3f9a1c")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run the code that the model brings")
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", default="", help="text to continue; an empty prompt starts a new document")
     prompts.add_argument("--prompts_file", type=Path, help='one prompt per line; .jsonl: {"prompt": "..."} per line')
@@ -72,17 +89,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output_file", type=Path, help='also write the texts to a .jsonl file of {"prompt", "text"}')
     parser.add_argument("--max_new_tokens", type=int, default=200, help="generate up to this many tokens")
     parser.add_argument("--num_samples", type=int, default=1, help="continuations per prompt")
-    parser.add_argument("--temperature", type=float, default=0.8, help="sampling temperature; 0 is greedy")
-    parser.add_argument("--top_k", type=int, default=200, help="sample from the k most likely tokens; 0: from all")
-    parser.add_argument("--top_p", type=float, default=1.0, help="sample from the top tokens that sum to p")
-    parser.add_argument(
-        "--repetition_penalty", type=float, default=1.0, help="above 1, tokens of the context become less likely"
-    )
+    sampling = parser.add_argument_group("sampling", "Defaults are those of the model's generation_config.json.")
+    sampling.add_argument("--temperature", type=float, help="sampling temperature; 0 is greedy")
+    sampling.add_argument("--top_k", type=int, help="sample from the k most likely tokens; 0: from all")
+    sampling.add_argument("--top_p", type=float, help="sample from the top tokens that sum to p")
+    sampling.add_argument("--repetition_penalty", type=float, help="above 1, tokens of the context become less likely")
     parser.add_argument("--seed", type=int, default=1337, help="the same seed generates the same text")
     args = parser.parse_args()
     for name in ("max_new_tokens", "num_samples"):
         if getattr(args, name) < 1:
             raise UserError(f"{name} must be at least 1, got {getattr(args, name)}")
+    for name, (lowest, highest) in SAMPLING.items():
+        value = getattr(args, name)
+        if value is not None and not lowest <= value <= highest and (name, value) != ("temperature", 0):
+            raise UserError(f"{name} must be from {lowest:g} to {highest:g}, got {value}")
     return args
 
 

@@ -1,46 +1,40 @@
-"""Generate text: with a saved model, or with the model in training."""
+"""Generate text by Transformers' `generate`: with a saved model, or with the model in training."""
 
-import functools
-import inspect
+import copy
 import itertools
-import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    DynamicCache,
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast, TextStreamer
 
 from recipe.data.tokenizer import added_ids, count_ids, end_of_text, list_ids, load_tokenizer
 from recipe.errors import UserError
-from recipe.evaluation.scoring import show_progress
 from recipe.model.check import sees_later_tokens
-from recipe.model.weights import check_vocabulary, load_model_weights, load_pretrained
+from recipe.model.weights import check_vocabulary, load_model_weights, load_pretrained, output_layer
 
 SAMPLE_TOKENS = 64  # of a model in training
 
+Turns = list[dict[str, str]]  # of a dialog: {"role": "user", "content": "Hello."}
+
 
 def load_model(
-    model_name_or_path: str | Path, device: str | torch.device, revision: str | None = None
+    model_name_or_path: str | Path,
+    device: str | torch.device,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Load a saved model in fp32, or an int8 model as it is, in evaluation mode, and its tokenizer.
 
-    revision: branch, tag or commit of a Hub id.
+    revision: branch, tag or commit of a Hub id. trust_remote_code: run the code that the model brings.
 
     Raises `UserError` if that fails, if the model lacks weights, or if its type cannot be scored.
     """
     if revision is not None and Path(model_name_or_path).is_dir():
         raise UserError(f"--revision selects a branch of a Hub model, but {model_name_or_path} is a folder")
-    options = {} if revision is None else {"revision": revision}
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    options |= {} if revision is None else {"revision": revision}
     config = load_pretrained(AutoConfig, model_name_or_path, **options)
     tokenizer = load_tokenizer(str(model_name_or_path), revision)
     check_vocabulary(count_ids(tokenizer), config.vocab_size, model_name_or_path)
@@ -53,114 +47,116 @@ def load_model(
     return model, tokenizer
 
 
-def build_processors(temperature: float, top_k: int, top_p: float, repetition_penalty: float) -> LogitsProcessorList:
-    """Build the processors that turn a next token's scores into those to sample from, in the order of `generate`.
+def encode_prompt(tokenizer: PreTrainedTokenizerFast, prompt: str | Turns) -> list[int]:
+    """Return the ids that the model continues. The turns of a dialog take the form of the tokenizer's chat template.
 
-    top_k 0, top_p 1 and repetition_penalty 1 change nothing. Raises `UserError` for a value out of range.
+    As in training, what the tokenizer puts before a text comes first. An empty text starts a new document.
     """
-    for name, value, lowest, highest in (
-        ("temperature, if not 0,", temperature or 1.0, 1e-4, 1e4),  # beyond, scores overflow, or are all the same
-        ("repetition_penalty", repetition_penalty, 1e-4, 1e4),
-        ("top_p", top_p, 0.0, 1.0),
-        ("top_k", top_k, 0, math.inf),
-    ):
-        if not lowest <= value <= highest:
-            raise UserError(f"{name} must be from {lowest:g} to {highest:g}, got {value}")
-    processors = LogitsProcessorList()
-    if repetition_penalty != 1:
-        processors.append(RepetitionPenaltyLogitsProcessor(float(repetition_penalty)))
-    if temperature != 0:
-        processors.append(TemperatureLogitsWarper(float(temperature)))
-    if top_k != 0:
-        processors.append(TopKLogitsWarper(top_k))
-    if top_p != 1:
-        processors.append(TopPLogitsWarper(top_p))
-    return processors
+    if isinstance(prompt, str):
+        ids = added_ids(tokenizer)[0] + tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        return ids or [end_of_text(tokenizer)]
+    parsed = {"split_special_tokens": False}  # the template's marks are tokens, whatever those in a text are
+    options = {"add_generation_prompt": True, "return_dict": True, "tokenizer_kwargs": parsed}
+    return tokenizer.apply_chat_template(prompt, **options)["input_ids"]  # pyright: ignore
 
 
 @torch.no_grad()
 def generate_texts(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
-    prompt: str,
+    prompt: str | Turns,
     *,
     max_new_tokens: int = 200,
     num_samples: int = 1,
-    temperature: float = 0.8,
-    top_k: int = 200,
-    top_p: float = 1.0,
-    repetition_penalty: float = 1.0,
     seed: int = 1337,
-    vocab_size: int | None = None,
     stream: Callable[[str], None] | None = None,
-    bar: str | None = None,
+    **options: Any,
 ) -> list[str]:
-    """Return num_samples texts: the prompt and its continuation up to the end-of-text token.
+    """Return num_samples continuations of a text, or answers to a dialog, up to a token that ends them.
 
-    The model sees the last `max_position_embeddings` tokens. A temperature of 0 always takes the most likely token.
-    A sample depends on the seed and its number alone; PyTorch's random state stays as it was.
-    model: in evaluation mode. vocab_size: without padding. stream: called with each new piece of a single sample.
-    bar: the name of a progress bar, which appears if generating takes long.
+    PyTorch's random state stays as it was. Within the model's context, this is one call of `generate`; a longer text
+    is continued by further calls, each on the last half of the context. stream: called with each new piece of a single
+    sample. options: replace those of the model's generation_config, such as `temperature`.
     """
-    processors = build_processors(temperature, top_k, top_p, repetition_penalty)
-    seeds = [seed + number * 0x9E3779B1 for number in range(num_samples)]  # a CPU's generator reads 32 bits
-    generators = [torch.Generator(model.device).manual_seed(number) for number in seeds]
-    eos, context = end_of_text(tokenizer), model.config.max_position_embeddings
-    configs = model.config, model.generation_config  # of a chat model, this one names what ends a turn, too
-    ends = {eos, *(end for config in configs for end in list_ids(getattr(config, "eos_token_id", None)))}
-    # As in training, a template's prefix comes first. An empty prompt starts a new document.
-    prompt_ids = added_ids(tokenizer)[0] + tokenizer(prompt, add_special_tokens=False)["input_ids"] or [eos]
-    ids, cache = torch.tensor([prompt_ids] * num_samples, device=model.device), DynamicCache(config=model.config)
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # before 5.24
-    # Decoded with the prompt, because some tokenizers drop the first space of what they decode.
-    decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-    before, shown = prompt_ids if prompt else [], ""
-    head = str(decode(before))  # a list of texts only for a list of lists
+    context, device = model.config.max_position_embeddings, model.device
+    generate: Any = model.generate
+    settings: Any = copy.deepcopy(model.generation_config)
+    settings.max_length = None  # max_new_tokens decides
+    settings.update(**options)
+    ends = list_ids(settings.eos_token_id)
+    if settings.pad_token_id is None and ends:
+        settings.pad_token_id = ends[0]
+    prompt_ids = encode_prompt(tokenizer, prompt)
+    before = [] if prompt == "" else prompt_ids
+    streamer = None if stream is None else Streamer(tokenizer, ends, stream)
+    rows, ended = [list(prompt_ids) for _ in range(num_samples)], [False] * num_samples
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(seed)
+        while (unfinished := [i for i in range(num_samples) if not ended[i]]) and max_new_tokens > 0:
+            length = len(rows[unfinished[0]])  # of all of them
+            window = length if length < context else max(1, context // 2)
+            ids = torch.tensor([rows[i][-window:] for i in unfinished], device=device)
+            settings.max_new_tokens = min(max_new_tokens, context - window)
+            found = generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=settings,
+                streamer=streamer,
+                synced_gpus=False,  # one process of a sharded run samples, and the others wait
+            )
+            for i, new in zip(unfinished, found[:, window:].tolist(), strict=True):
+                kept = [*itertools.takewhile(lambda token: token not in ends, new)]
+                rows[i] += kept
+                ended[i] = len(kept) < len(new)
+            max_new_tokens -= settings.max_new_tokens
+    return [decode_after(tokenizer, before, row[len(prompt_ids) :]) for row in rows]
 
-    def continuation(row: list[int]) -> str:
-        tokens = row[len(prompt_ids) :]
-        tokens = [*itertools.takewhile(lambda token: token not in ends, tokens)]
-        text = str(decode(before + tokens))
-        return text[len(head) :] if text.startswith(head) else str(decode(tokens))
 
-    ended = torch.zeros(num_samples, dtype=torch.bool, device=model.device)
-    steps = range(max_new_tokens)
-    for _ in steps if bar is None else show_progress(steps, bar, max_new_tokens, "token"):
-        if ids.shape[1] <= context:
-            new = ids[:, cache.get_seq_length() :]
-            outputs = model(new, **{name: cache}, use_cache=True, logits_to_keep=1)
-        else:  # the window slides, and with it the position of every token, so nothing cached is of use
-            outputs = model(ids[:, -context:], use_cache=False, logits_to_keep=1)
-        scores = processors(ids[:, -context:], outputs.logits[:, -1, :vocab_size].float())
-        if temperature == 0:
-            tokens = scores.argmax(dim=-1)
-        else:
-            choices = zip(scores.softmax(dim=-1), generators, strict=True)
-            tokens = torch.cat([torch.multinomial(each, 1, generator=generator) for each, generator in choices])
-        ids = torch.cat([ids, tokens[:, None]], dim=1)
-        ended |= torch.isin(tokens, torch.tensor([*ends], device=model.device))
-        if ended.all():
-            break
-        if stream is not None and not (text := continuation(ids[0].tolist())).endswith("\ufffd"):  # half a character
-            stream(text[len(shown) :])
-            shown = text
-    texts = [continuation(row) for row in ids.tolist()]
-    if stream is not None:
-        stream(texts[0][len(shown) :])
-    return [prompt + text for text in texts]
+def decode_after(tokenizer: PreTrainedTokenizerFast, before: list[int], ids: list[int]) -> str:
+    """Decode ids with those before them, because some tokenizers drop the first space of what they decode."""
+    head, whole = (str(tokenizer.decode(part, clean_up_tokenization_spaces=False)) for part in (before, before + ids))
+    return whole[len(head) :] if whole.startswith(head) else str(tokenizer.decode(ids))
+
+
+class Streamer(TextStreamer):
+    """Passes each new piece of a text on. ends: ids that are not shown."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, ends: list[int], write: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, clean_up_tokenization_spaces=False)
+        self.ends, self.write = ends, write
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.next_tokens_are_prompt:  # decoded, but not shown: see `decode_after`
+            self.token_cache = [token for token in value.flatten().tolist() if token not in self.ends]
+            self.next_tokens_are_prompt = False
+            self.print_len = len(str(self.tokenizer.decode(self.token_cache, **self.decode_kwargs)))
+        elif value.item() not in self.ends:
+            super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.write(text)
+
+
+def as_turns(tokenizer: PreTrainedTokenizerFast, prompt: str) -> str | Turns:
+    """Return the prompt for `generate_texts`: with a chat template, a user's turn."""
+    return [{"role": "user", "content": prompt}] if tokenizer.chat_template else prompt
 
 
 def sample_text(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompt: str, seed: int, vocab_size: int
 ) -> str:
-    """Return a short sample of the model in training, and leave its mode as it was.
+    """Return a short sample of the model in training, with its prompt, and leave the model as it was.
 
     model: unwrapped, with a padded vocabulary. vocab_size: its real size; tokens of the padding are never chosen.
     """
-    was_training = model.training
+    was_training, turns = model.training, as_turns(tokenizer, prompt)
+    hook = output_layer(model).register_forward_hook(lambda module, inputs, logits: logits[..., :vocab_size])
     model.eval()
     try:
-        options = {"max_new_tokens": SAMPLE_TOKENS, "seed": seed, "vocab_size": vocab_size, "bar": "sampling"}
-        return generate_texts(model, tokenizer, prompt, **options)[0]
+        options = {"max_new_tokens": SAMPLE_TOKENS, "seed": seed, "do_sample": True}
+        (text,) = generate_texts(model, tokenizer, turns, **options)
+        return prompt + text if turns == prompt else f"{prompt}\n\n{text}"
     finally:
+        hook.remove()
         model.train(was_training)

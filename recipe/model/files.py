@@ -9,7 +9,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import hf_hub_download, snapshot_download
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
@@ -38,11 +38,17 @@ TOKENIZER_FILES = (
 
 def new_files(tokenizer: PreTrainedTokenizerFast, model_config: PreTrainedConfig) -> dict[str, bytes]:
     """Return the files of a new model, by name."""
+    tokenizer.model_max_length = model_config.max_position_embeddings
+    return saved_files(tokenizer) | {GENERATION: new_generation_config(model_config).to_json_string().encode()}
+
+
+def new_generation_config(model_config: PreTrainedConfig) -> GenerationConfig:
+    """Return how a new model generates text, unless told otherwise."""
     eos = model_config.eos_token_id
-    tokenizer.model_max_length = length = model_config.max_position_embeddings
-    generation = GenerationConfig(bos_token_id=eos, eos_token_id=eos, pad_token_id=eos, do_sample=True)
-    generation.max_length = length  # else a pipeline runs out of positions
-    return saved_files(tokenizer) | {GENERATION: generation.to_json_string().encode()}
+    sampling = {"do_sample": True, "temperature": 0.8, "top_k": 200}  # nanoGPT's
+    # With the usual 256 new tokens, a pipeline would run out of positions.
+    sampling |= {"max_new_tokens": min(256, max(1, model_config.max_position_embeddings // 2))}
+    return GenerationConfig(bos_token_id=eos, eos_token_id=eos, pad_token_id=eos, **sampling)
 
 
 def changed_by(files: dict[str, bytes], model_type: str) -> str | None:
@@ -79,6 +85,11 @@ def own_files(source: str | Path, names: tuple[str, ...] = (*TOKENIZER_FILES, GE
         return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
     except Exception as error:  # the Hub client and the file system raise various errors
         raise UserError(f"cannot read the tokenizer of '{source}': {short_reason(error)}") from error
+
+
+def hub_commit(model_id: str, revision: str | None = None) -> str:
+    """Return the commit of a Hub model that has been loaded: the name of its folder in the cache."""
+    return Path(hf_hub_download(model_id, "config.json", revision=revision, local_files_only=True)).parent.name
 
 
 def tuned_files(

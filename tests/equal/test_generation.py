@@ -4,17 +4,25 @@ import io
 import json
 import shutil
 import sys
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from helpers import BLOCK_SIZE, make_documents, run_script
 from hub_repository import File, Repository
+from small_model import save_small_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    pipeline,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from recipe.config import TrainConfig
 from recipe.evaluation.generation import generate_texts, load_model, sample_text
@@ -29,107 +37,104 @@ def loaded(model_dir):
 
 # ------------------------------------------------------------------ with a saved model
 
-
-def greedy(model_dir, prompt: str, count: int, penalty: float = 1.0) -> list[int]:
-    """Independent reference: feed the last block_size tokens and append the most likely one, `count` times.
-
-    penalty: divides the positive logits of the tokens in the context and multiplies the negative ones.
-    """
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_dir).eval(), AutoTokenizer.from_pretrained(model_dir)
-    ids = tokenizer(prompt)["input_ids"] or [tokenizer.eos_token_id]
-    start = len(ids)
-    for _ in range(count):
-        context = ids[-BLOCK_SIZE:]
-        with torch.no_grad():
-            logits = model(torch.tensor([context])).logits[0, -1]
-        for token in set(context):
-            logits[token] *= 1 / penalty if logits[token] > 0 else penalty
-        ids.append(int(logits.argmax()))
-    return ids[start:]
-
-
-@pytest.mark.parametrize(
-    ("prompt", "penalty"), [("the cat", 1.0), ("the mat while " * 40, 1.0), ("", 1.0), ("the cat", 1.5)]
-)
-def test_the_model_sees_the_last_block_size_tokens(model_dir, loaded, prompt, penalty):
-    """Prompt and continuation can be longer than the context. An empty prompt starts a document. The penalty of
-    repetitions is CTRL's, also when the context slides."""
-    expected = prompt + loaded[1].decode(greedy(model_dir, prompt, 60, penalty))
-    options = {"max_new_tokens": 60, "temperature": 0, "repetition_penalty": penalty}
-    assert generate_texts(*loaded, prompt, **options) == [expected]
+GREEDY = {"do_sample": False, "temperature": None, "top_k": None}
+NUM_NEW = BLOCK_SIZE - 10
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"top_k": 0, "top_p": 0.6},
-        {"temperature": 1.3, "top_k": 50, "top_p": 0.8, "repetition_penalty": 1.2},
+        GREEDY,
+        GREEDY | {"repetition_penalty": 1.5},
+        {},  # the model's own generation_config
+        {"do_sample": True, "temperature": 1.3, "top_k": 50, "top_p": 0.8, "repetition_penalty": 1.2},
     ],
 )
-def test_samples_are_those_of_transformers(loaded, options):
-    """With the same random numbers, `generate` samples the same tokens while the text fits the context."""
-    (model, tokenizer), num_tokens = loaded, BLOCK_SIZE - 10
-    ids = tokenizer("the cat", return_tensors="pt").input_ids
-    text = generate_texts(model, tokenizer, "the cat", max_new_tokens=num_tokens, seed=3, **options)[0]
+def test_texts_within_the_context_are_those_of_generate(loaded, options):
+    """The same seed gives the same tokens, for several samples at once, and the random state stays as it was."""
+    (model, tokenizer), before = loaded, torch.get_rng_state()
+    texts = generate_texts(model, tokenizer, "the cat", max_new_tokens=NUM_NEW, num_samples=3, seed=3, **options)
+    assert torch.equal(torch.get_rng_state(), before)
+    ids = tokenizer(["the cat"] * 3, return_tensors="pt").input_ids
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        options = {"temperature": 0.8, "top_k": 200, "do_sample": True, "pad_token_id": 0} | options
-        found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, **options)
-    assert text == tokenizer.decode(found[0], skip_special_tokens=True)
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, **options)
+    assert ["the cat" + text for text in texts] == tokenizer.batch_decode(found, skip_special_tokens=True)
+    assert len({*texts}) == (3 if options.get("do_sample") else 1)
+
+
+def greedy(model_dir, prompt: str, count: int) -> list[int]:
+    """Independent reference: append the most likely token, `count` times.
+
+    When the text fills the context, the model goes on from the last half of it.
+    """
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_dir).eval(), AutoTokenizer.from_pretrained(model_dir)
+    ids = tokenizer(prompt)["input_ids"] or [tokenizer.eos_token_id]
+    window, start = ids, len(ids)
+    for _ in range(count):
+        window = window[-(BLOCK_SIZE // 2) :] if len(window) >= BLOCK_SIZE else window
+        with torch.no_grad():
+            token = int(model(torch.tensor([window])).logits[0, -1].argmax())
+        ids, window = [*ids, token], [*window, token]
+    return ids[start:]
+
+
+@pytest.mark.parametrize("prompt", ["the cat", "the mat while " * 40, ""])
+def test_a_text_beyond_the_context_goes_on_from_its_last_half(model_dir, loaded, prompt):
+    """Prompt and continuation can be longer than the context. An empty prompt starts a document."""
+    expected = loaded[1].decode(greedy(model_dir, prompt, 60))
+    assert generate_texts(*loaded, prompt, max_new_tokens=60, **GREEDY) == [expected]
 
 
 @pytest.mark.parametrize("at_least", [5, BLOCK_SIZE + 10])
-def test_generation_ends_at_the_end_of_text(model_dir, tmp_path, at_least):
-    """The end-of-text token ends a text, within the context and beyond it, and is not part of it."""
-    shutil.copytree(model_dir, tmp_path / "ending")
+def test_a_text_ends_at_each_end_that_the_model_names(model_dir, tmp_path, at_least):
+    """Chat models have one that ends a turn besides the tokenizer's. It is not part of the text, nor streamed."""
+    shutil.copytree(model_dir, tmp_path / "chat")
     tokenizer, tokens = AutoTokenizer.from_pretrained(model_dir), greedy(model_dir, "the cat", 80)
     end = next(i for i, token in enumerate(tokens) if i >= at_least and token not in tokens[:i])
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(tokens[end])
-    tokenizer.save_pretrained(tmp_path / "ending")
-    ending = load_model(tmp_path / "ending", "cpu")
-    texts = generate_texts(*ending, "the cat", max_new_tokens=80, num_samples=2, temperature=0)
-    assert texts == ["the cat" + tokenizer.decode(tokens[:end])] * 2
-
-
-@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
-def test_generation_ends_at_each_end_that_the_model_names(model_dir, tmp_path, name):
-    """Chat models have one that ends a turn besides the tokenizer's."""
-    shutil.copytree(model_dir, tmp_path / "chat")
-    tokenizer, tokens = AutoTokenizer.from_pretrained(model_dir), greedy(model_dir, "the cat", 20)
-    end = next(i for i, token in enumerate(tokens) if i >= 5 and token not in tokens[:i])
-    path = tmp_path / "chat" / name
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [tokenizer.eos_token_id, tokens[end]]}))
-    texts = generate_texts(*load_model(tmp_path / "chat", "cpu"), "the cat", max_new_tokens=20, temperature=0)
-    assert texts == ["the cat" + tokenizer.decode(tokens[:end])]
-
-
-def test_a_sample_depends_on_the_seed_and_its_number_alone(loaded):
-    """Sample 0 is the only one of a call for one, and more samples add to those of a call for fewer."""
-    one, two, four, other = (
-        generate_texts(*loaded, "the", max_new_tokens=40, num_samples=number, temperature=1.0, seed=seed)
-        for number, seed in ((1, 1), (2, 1), (4, 1), (4, 2))
-    )
-    assert one == four[:1]
-    assert two == four[:2]
-    assert len({*four, *other}) == 8
+    path, pieces = tmp_path / "chat" / "generation_config.json", []
+    path.write_text(json.dumps({"eos_token_id": [tokenizer.eos_token_id, tokens[end]]}))
+    chat = load_model(tmp_path / "chat", "cpu")
+    texts = generate_texts(*chat, "the cat", max_new_tokens=80, num_samples=2, **GREEDY)
+    assert texts == [tokenizer.decode(tokens[:end])] * 2
+    assert generate_texts(*chat, "the cat", max_new_tokens=80, stream=pieces.append, **GREEDY) == texts[:1]
+    assert "".join(pieces) == texts[0]
 
 
 def test_a_streamed_text_is_the_same_text(loaded):
     """The pieces, within the context and beyond it, are the continuation that the function returns."""
-    options, pieces = {"max_new_tokens": BLOCK_SIZE + 20, "temperature": 1.0, "seed": 5}, []
-    (text,) = generate_texts(*loaded, "the cat", **options, stream=pieces.append)
+    options, pieces = {"max_new_tokens": BLOCK_SIZE + 20, "do_sample": True, "seed": 5}, []
+    texts = generate_texts(*loaded, "the cat", **options, stream=pieces.append)
     assert len(pieces) > 20
-    assert text == "the cat" + "".join(pieces)
-    assert [text] == generate_texts(*loaded, "the cat", **options)
+    assert texts == ["".join(pieces)] == generate_texts(*loaded, "the cat", **options)
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chat_dir(tokenizer_dir, tmp_path_factory):
+    """A model whose tokenizer has a chat template."""
+    folder = save_small_model(tmp_path_factory.mktemp("chat"), tokenizer_dir, n_positions=256)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def test_turns_of_a_dialog_are_answered_as_by_a_pipeline(chat_dir):
+    turns = [{"role": "user", "content": "the cat"}]
+    chat = pipeline("text-generation", model=str(chat_dir))
+    answer = chat(turns, max_new_tokens=5, do_sample=False)[0]["generated_text"][-1]["content"]
+    assert generate_texts(*load_model(chat_dir, "cpu"), turns, max_new_tokens=5, **GREEDY) == [answer]
 
 
 class Writer(GPT2LMHeadModel):
     """Writes the ids of `wanted`, whatever it reads."""
 
     def forward(self, input_ids, past_key_values=None, **_):
-        logits = F.one_hot(torch.tensor([[self.wanted.pop(0)]]), self.config.vocab_size)
-        return SimpleNamespace(logits=logits)
+        logits = 9.0 * F.one_hot(torch.tensor([[self.wanted.pop(0)]]), self.config.vocab_size)
+        return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
 
 
 @pytest.mark.parametrize(("prompt", "expected"), [("the cat", "the cat sat über 猫 a mat"), ("", "rain fell")])
@@ -147,14 +152,15 @@ def test_the_first_space_is_kept_and_pieces_are_whole_characters(prompt, expecte
     assert ids[: len(written)] == written
     model, pieces = Writer(GPT2Config(vocab_size=len(tokenizer), n_layer=1, n_embd=8, n_head=1)).eval(), []
     model.wanted = [*ids[len(written) :], tokenizer.eos_token_id]
-    (text,) = generate_texts(model, tokenizer, prompt, temperature=0, stream=pieces.append)
-    assert text == expected == prompt + "".join(pieces)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    (text,) = generate_texts(model, tokenizer, prompt, stream=pieces.append)
+    assert prompt + text == expected == prompt + "".join(pieces)
     assert not any("\ufffd" in piece for piece in pieces)
 
 
 def test_the_prompt_gets_no_special_tokens(model_dir, loaded):
     """A tokenizer that appends an end-of-text token would make the model start a new document."""
-    closing, options = AutoTokenizer.from_pretrained(model_dir), {"max_new_tokens": 9, "temperature": 0}
+    closing, options = AutoTokenizer.from_pretrained(model_dir), {"max_new_tokens": 9, **GREEDY}
     end = [("<|endoftext|>", 0)]
     closing.backend_tokenizer.post_processor = TemplateProcessing("$A <|endoftext|>", special_tokens=end)
     assert closing("the cat")["input_ids"][-1] == 0
@@ -198,7 +204,7 @@ def test_each_prompt_of_a_file_has_the_texts_that_it_has_alone(generate, loaded,
     options = ["--output_file", tmp_path / "out.jsonl", "--num_samples", num_samples]
     out = generate("--prompts_file", tmp_path / name, *options)
     expected = [
-        {"prompt": prompt, "text": text}
+        {"prompt": prompt, "text": prompt + text}
         for prompt in ("the cat", "while rain")
         for text in generate_texts(*loaded, prompt, max_new_tokens=12, num_samples=num_samples)
     ]
@@ -210,11 +216,25 @@ def test_each_prompt_of_a_file_has_the_texts_that_it_has_alone(generate, loaded,
 def test_a_prompt_that_is_typed_again_gets_another_text(generate, loaded, monkeypatch, typed):
     """Prompts come from a pipe until it ends or has an empty line; the first one's text is that of the seed."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed, newline=""))
-    first, second, end = generate("--interactive").split("\n\n")
-    assert [first] == generate_texts(*loaded, "the", max_new_tokens=12)
+    first, second, end = generate("--interactive", "--temperature", 1).split("\n\n")
+    assert [first.removeprefix("the")] == generate_texts(*loaded, "the", max_new_tokens=12, do_sample=True)
     assert second.startswith("the")
     assert second != first
     assert end == ""
+
+
+def test_a_dialog_goes_on_with_its_turns(chat_dir, monkeypatch, capsys):
+    """Each line is the user's; the second answer follows the first one, as in a pipeline."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\nwhile rain\n"))
+    options = ["--interactive", "--max_new_tokens", 5, "--temperature", 0]
+    assert not run_script("scripts/generate_text.py", "--model", chat_dir, *options)
+    turns, chat = [], pipeline("text-generation", model=str(chat_dir))
+    for line in ("the cat", "while rain"):
+        turns = chat([*turns, {"role": "user", "content": line}], max_new_tokens=5, do_sample=False)[0][
+            "generated_text"
+        ]
+    answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+    assert len(answers) == 2 and capsys.readouterr().out == "".join(f"{answer}\n\n" for answer in answers)
 
 
 def test_ctrl_c_ends_the_interactive_mode_without_an_error(generate, monkeypatch):
@@ -252,8 +272,18 @@ def test_a_sample_during_training_is_that_of_the_saved_model(in_training, option
     texts = [sample_text(model, tokenizer, "the cat", seed, vocab_size) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
     model.resize_token_embeddings(vocab_size)
-    saved = [generate_texts(model.eval(), tokenizer, "the cat", max_new_tokens=64, seed=seed) for seed in (1, 2)]
-    assert texts[::2] == [text for (text,) in saved]
+    options = {"max_new_tokens": 64, "temperature": 0.8, "top_k": 200, "do_sample": True}
+    saved = [generate_texts(model.eval(), tokenizer, "the cat", seed=seed, **options) for seed in (1, 2)]
+    assert texts[::2] == ["the cat" + text for (text,) in saved]
+
+
+def test_a_sample_of_a_chat_model_answers_the_prompt(in_training, chat_dir):
+    model, _ = in_training()
+    tokenizer = AutoTokenizer.from_pretrained(chat_dir)
+    turns, options = [{"role": "user", "content": "the cat"}], {"max_new_tokens": 64, "do_sample": True}
+    model.resize_token_embeddings(len(tokenizer))
+    answers = generate_texts(model.eval(), tokenizer, turns, seed=1, **options)
+    assert [sample_text(model, tokenizer, "the cat", 1, len(tokenizer))] == [f"the cat\n\n{text}" for text in answers]
 
 
 @pytest.mark.parametrize("options", [{}, {"activation_checkpointing": "true"}, {"bf16_residual": True}])
