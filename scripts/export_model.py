@@ -1,5 +1,6 @@
-"""Prune a saved model or store it in int8, and compare size and perplexity before and after.
+"""Store a saved model in bf16 or int8, or prune it, and compare size and perplexity before and after.
 
+python scripts/export_model.py --model runs/demo --dtype bf16 --output_dir runs/demo-bf16
 python scripts/export_model.py --model runs/demo --quantize int8 --output_dir runs/demo-int8
 python scripts/export_model.py --model runs/demo --prune 0.3 --output_dir runs/demo-pruned
 
@@ -37,13 +38,15 @@ from recipe.model.weights import load_model_weights, load_pretrained, write_conf
 
 MAX_TOKENS = 16_384  # 40 seconds per model for GPT-2 124M on one CPU core
 CHARACTERS_PER_TOKEN = 4  # of English, roughly
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def main() -> None:
     args = parse()
     tokenizer, device = load_tokenizer(str(args.model)), device_of(PartialState())
     text = find_text(args, tokenizer)
-    model = load_model_weights(args.model, device_map={"": device}).eval()
+    loading = {"device_map": {"": device}, "trust_remote_code": args.trust_remote_code}
+    model = load_model_weights(args.model, **loading).eval()
     print_row(args.model, model, tokenizer, text)
     if args.prune is not None:
         for matrix in list_projections(model):
@@ -52,14 +55,17 @@ def main() -> None:
     if args.quantize:  # the conversion reads a saved model
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
-            model = load_as_int8(Path(folder), device)
+            model = load_as_int8(Path(folder), loading)
+    if args.dtype:
+        nn.Module.to(model, dtype=DTYPES[args.dtype])
+        model.config.dtype = DTYPES[args.dtype]
     model.save_pretrained(args.output_dir)
     write_config(model.config, args.output_dir)
     for path in args.output_dir.glob("*.safetensors"):
         share(path, args.output_dir / "config.json")  # safetensors 0.8 makes its files private
     for name, content in own_files(args.model, TOKENIZER_FILES).items():
         write_file(args.output_dir / name, content)
-    exported = load_model_weights(args.output_dir, device_map={"": device}).eval()  # as users do
+    exported = load_model_weights(args.output_dir, **loading).eval()  # as users do
     measured = print_row(args.output_dir, exported, tokenizer, text)
     print(f"\nPerplexity on {measured['num_tokens']:,} tokens of {measured['name']}.")
 
@@ -69,14 +75,14 @@ def list_projections(model: PreTrainedModel) -> list[Conv1D | nn.Linear]:
     return [module for module in model.base_model.modules() if isinstance(module, (Conv1D, nn.Linear))]
 
 
-def load_as_int8(source: Path, device: torch.device) -> PreTrainedModel:
+def load_as_int8(source: Path, loading: dict[str, Any]) -> PreTrainedModel:
     """Load a model with int8 matrices and the rest in float16 (LLM.int8(), arXiv 2208.07339).
 
     Raises `UserError` unless every matrix of the blocks has shrunk.
     """
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # 0.50 warns about a 4-bit kernel on CPUs
     options = {"quantization_config": BitsAndBytesConfig(load_in_8bit=True), "dtype": torch.float16}
-    model = load_model_weights(source, **options, device_map={"": device}).eval()
+    model = load_model_weights(source, **options, **loading).eval()
     sizes = [matrix.weight.element_size() for matrix in list_projections(model)]
     if set(sizes) != {1}:
         raise UserError(f"only {sizes.count(1)} of the {len(sizes)} matrices in {source} became int8")
@@ -111,17 +117,21 @@ def print_row(
 
 
 def parse() -> argparse.Namespace:
-    parser = CommandLine(description="Prune a saved model or store it in int8; compare size and perplexity.")
+    parser = CommandLine(description="Store a saved model in bf16 or int8, or prune it; compare size and perplexity.")
     parser.add_argument("--model", type=Path, required=True, help="folder of a run or of a checkpoint")
     parser.add_argument("--output_dir", type=Path, required=True, help="folder for the new model; new or empty")
+    parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (checkpoints have fp32)")
     parser.add_argument("--quantize", choices=["int8"], help='needs pip install -e ".[quantize]"')
     parser.add_argument("--prune", type=float, help="set this fraction of each matrix to zero: 0.3")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run the code that the model brings")
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--text_file", type=as_path, help="text for the perplexity (default: the run's validation text)")
     text.add_argument("--dataset_dir", type=Path, help="packed dataset whose validation rows give the perplexity")
     args = parser.parse_args()
-    if args.quantize is None and args.prune is None:
-        raise UserError("nothing to do: pass --quantize int8, --prune 0.3, or both")
+    if args.quantize is None and args.prune is None and args.dtype is None:
+        raise UserError("nothing to do: pass --dtype bf16, --quantize int8 or --prune 0.3")
+    if args.quantize and args.dtype:
+        raise UserError("pass --dtype or --quantize, not both")
     if args.quantize and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError('--quantize needs bitsandbytes; run pip install -e ".[quantize]"')
     if args.prune is not None and not 0 < args.prune < 1:

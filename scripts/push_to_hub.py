@@ -4,6 +4,7 @@ python scripts/push_to_hub.py runs/demo --hub_model_id user/name
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from recipe.command_line import load_config
 from recipe.config import CONFIG_NAME, OPTIONS
 from recipe.errors import UserError, check_local_path, run_main
 from recipe.metrics import METRICS_NAME, read_events
+from recipe.model.weights import CONFIG_JSON
 from recipe.progress import unfailing_output
-from recipe.publish.hub import create_repository, look_at_hub, refuse_another
+from recipe.publish.hub import create_repository, look_at_hub, refuse_another, refuse_own_code
 from recipe.publish.uploads import HubUploads
 from recipe.run.folder import lock_output_dir
 from recipe.run.stop import StopSignals
@@ -35,6 +37,9 @@ def main() -> int:
     listed = {name: value if isinstance(value, list) else [str(value)] for name, value in args.items()}
     options = [text for name, values in listed.items() for text in (f"--{name}", *values)]
     config = load_config(["--config", str(run_dir / CONFIG_NAME), "--push_to_hub", *options]).config
+    for model in (run_dir, *list_checkpoints(run_dir)):
+        if (model / CONFIG_JSON).is_file():
+            refuse_own_code(json.loads((model / CONFIG_JSON).read_text(encoding="utf-8"))["model_type"])
     if not lock_output_dir(run_dir):
         raise UserError(f"{run_dir} is in use: a run that is still training uploads by itself")
     if (main_branch := look_at_hub(config)) is not None:

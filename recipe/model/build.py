@@ -7,6 +7,7 @@ sample them, and GPT-2's vocabulary results in GPT-2's own shapes.
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from typing import Any
 import torch
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
+    GPT2Config,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -28,6 +31,7 @@ from recipe.config import TrainConfig
 from recipe.data.tokenizer import list_ids
 from recipe.errors import UserError, did_you_mean, short_reason
 from recipe.model.check import check_model
+from recipe.model.files import new_generation_config
 from recipe.model.size import count_flops_per_token, count_parameters, padded_vocab_size
 from recipe.model.weights import is_vocabulary, load_model_weights, load_pretrained
 
@@ -48,13 +52,17 @@ DROPOUT = {"attn_pdrop": "attention_dropout", "resid_pdrop": "hidden_dropout", "
 
 
 def model_options(model_type: str) -> list[str]:
-    """Return what config_overrides can set: what this type's config adds to the common one."""
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    """Return what config_overrides can set: what this type's config adds to the common one.
+
+    Types are those of Transformers, and those that a module has registered with its Auto classes.
+    """
+    if model_type not in CONFIG_MAPPING or CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         nearest = did_you_mean(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, otherwise="try llama")
-        raise UserError(f"Transformers has no causal language model of type '{model_type}'; {nearest}")
+        problem = f"Transformers has no causal language model of type '{model_type}', and no module registered one"
+        raise UserError(f"{problem}; {nearest}")
     config_class = CONFIG_MAPPING[model_type]
     names, common = ({field.name for field in dataclasses.fields(c)} for c in (config_class, PreTrainedConfig))
-    names |= config_class.attribute_map.keys()
+    names |= config_class.attribute_map.keys() | inspect.signature(config_class).parameters.keys() - {"kwargs"}
     for is_unsupported, reason in (
         ("max_position_embeddings" not in names, "its config has no max_position_embeddings"),
         ("num_experts_per_tok" in names, "it is a mixture of experts"),  # which need a loss of their own
@@ -109,16 +117,17 @@ def build_model_config(
         if key not in options:
             nearest = did_you_mean(key, options, otherwise=f"it can set {', '.join(options)}")
             raise UserError(f"config_overrides cannot set {key!r}; {(MANAGED | ROPE).get(key, nearest)}")
-    for alias, key in CONFIG_MAPPING[model_type].attribute_map.items():
+    aliases, is_gpt2 = CONFIG_MAPPING[model_type].attribute_map, issubclass(CONFIG_MAPPING[model_type], GPT2Config)
+    for alias, key in aliases.items():
         if {alias, key} <= overrides.keys():
             raise UserError(f"config_overrides sets {key} and {alias}, two names of the same; pass {key}")
-    missing = [key for key in SHAPE if key in options and key not in overrides]
-    if missing and source is None and model_type != "gpt2":
+    missing = [key for key in SHAPE if key in options and {key, aliases.get(key)}.isdisjoint(overrides)]
+    if missing and source is None and not is_gpt2:
         raise UserError(f"model_type {model_type} requires {', '.join(missing)} in config_overrides")
     values = {"vocab_size": vocab_size, **_no_dropout(model_type), **overrides}
     begin = eos_token_id if bos_token_id is None else bos_token_id
     ids: dict[str, int | None] = {"bos_token_id": begin, "eos_token_id": eos_token_id}
-    if model_type != "gpt2":
+    if not is_gpt2:
         ids["pad_token_id"] = None  # its embedding would get no gradient
     if source is not None and model_config is not None:
         _check_source(model_config, model_type, overrides, source, config, num_base_tokens)
@@ -135,14 +144,14 @@ def build_model_config(
         if isinstance(error, KeyError) and name in overrides.values():
             reason = f"Transformers has no {name!r}; {did_you_mean(name, ACT2FN, otherwise='try gelu_new')}"
         raise UserError(f"config_overrides describe a {model_type} that cannot be built: {reason}") from error
-    check_model(model_config, _attention_of(config, model_type))
+    check_model(model_config, _attention_of(config, model_config))
     return model_config
 
 
-def _attention_of(config: TrainConfig, model_type: str) -> str:
+def _attention_of(config: TrainConfig, model_config: PreTrainedConfig) -> str:
     """Return the attention function. Types other than GPT-2 keep their stock attention and masks."""
     attention = config.attn_implementation if config.attn_implementation != "auto" else "sdpa"
-    return SDPA_WITHOUT_MASK if model_type == "gpt2" and attention == "sdpa" else attention
+    return SDPA_WITHOUT_MASK if isinstance(model_config, GPT2Config) and attention == "sdpa" else attention
 
 
 def _check_source(
@@ -178,10 +187,11 @@ def build_model(
     source: folder or Hub id to load the weights from instead; raises `UserError` if it lacks weights. The initial
     weights do not depend on the padding.
     """
-    is_gpt2 = model_config.model_type == "gpt2"
-    options = {"attn_implementation": _attention_of(config, model_config.model_type), "dtype": torch.float32}
+    is_gpt2 = isinstance(model_config, GPT2Config)
+    options = {"attn_implementation": _attention_of(config, model_config), "dtype": torch.float32}
     if source is None:
         model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), **options)
+        model.generation_config = new_generation_config(model_config)  # for samples
     else:
         options |= {key: getattr(model_config, key) for key in _no_dropout(model_config.model_type)}
         options |= {} if is_gpt2 else {"pad_token_id": None}  # its embedding would get no gradient

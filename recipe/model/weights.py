@@ -12,7 +12,7 @@ from safetensors.torch import load, load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from recipe.disk import can_map, replaced, share, write_file
@@ -23,8 +23,11 @@ CONFIG_JSON, WEIGHTS_NAME = "config.json", "model.safetensors"
 LARGEST_HEADER = 100_000_000  # bytes, as in safetensors
 
 
-def load_pretrained(auto_class: type, source: str | Path, **options) -> Any:
-    """Call an Auto class's `from_pretrained`. source: folder or Hub id. Raises `UserError` if that fails."""
+def load_pretrained(auto_class: type, source: str | Path, trust_remote_code: bool = False, **options) -> Any:
+    """Call an Auto class's `from_pretrained`. source: folder or Hub id. Raises `UserError` if that fails.
+
+    trust_remote_code: run the code that the model brings. A class that is registered here needs none.
+    """
     check_local_path(str(source))
     folder = Path(source)
     if folder.is_dir() and not (folder / "config.json").is_file():
@@ -36,11 +39,11 @@ def load_pretrained(auto_class: type, source: str | Path, **options) -> Any:
     if not folder.is_dir() and only_cached(str(source)):
         options["local_files_only"] = True
     try:
-        return auto_class.from_pretrained(source, trust_remote_code=False, **options)
+        return auto_class.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # the Hub, the file system, safetensors and Transformers each raise their own
         if "trust_remote_code" in str(error):
-            known = "use a model whose type Transformers knows"
-            raise UserError(f"{source} brings its own code, which is not run; {known}") from error
+            remedy = "import the module that registers its classes, or pass --trust_remote_code where a script has it"
+            raise UserError(f"{source} brings its own code, which is not run; {remedy}") from error
         raise UserError(f"cannot load a model from '{source}': {short_reason(error)}") from error
 
 
@@ -151,7 +154,7 @@ def names_of_transformers_4(model_config: PreTrainedConfig) -> dict[str, Any] | 
 
     None for rotary embeddings (RoPE) that it cannot describe: one kind for each type of layer.
     """
-    if model_config.model_type == "gpt2":
+    if isinstance(model_config, GPT2Config):
         return {"n_ctx": model_config.n_positions}  # llama.cpp's converter reads it
     rope = getattr(model_config, "rope_parameters", None)
     if not rope or "rope_theta" not in rope:

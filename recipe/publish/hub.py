@@ -26,6 +26,7 @@ from huggingface_hub import (
 )
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import disable_progress_bars, logging, validate_repo_id
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from yaml import YAMLError
 
 from recipe.checkpoint import MANIFEST_NAME, OPTIMIZER_NAME, RNG_NAME, STATE_NAME
@@ -127,6 +128,12 @@ def check_metadata(config: TrainConfig) -> None:
         raise UserError(f"the Hub refuses --hub_license or --hub_language ({one_line(error)})") from error
     except Exception:  # the Hub cannot be used now, which `create_repository` says
         return
+
+
+def refuse_own_code(model_type: str) -> None:
+    """Raise `UserError` for a model that is not one of Transformers' types: its code is private."""
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UserError(f"--push_to_hub uploads no code, which the checkpoints of type {model_type} bring; omit it")
 
 
 class MainBranch(NamedTuple):

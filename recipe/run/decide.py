@@ -109,6 +109,7 @@ class ModelFacts:
     padded: PreTrainedConfig  # with the vocabulary that is trained
     saved: PreTrainedConfig | None = None  # of the checkpoint
     files: dict[str, bytes] = dataclasses.field(default_factory=dict)  # to export, besides config and weights
+    is_chat: bool = False  # the tokenizer has a chat template
     notes: tuple[str, ...] = ()  # what the run changes in the model that it starts from, and what its export lacks
 
 
@@ -338,6 +339,7 @@ def decide_run(
         num_train_epochs=None,
         warmup_steps=schedule.warmup_steps,
         model_type=model.config.model_type,
+        sample_prompt=requested.sample_prompt or ("Hello!" if model.is_chat else "The"),
         dataset_revision=data.metadata["source"].get("dataset_revision") if requested.dataset_name else None,
     )
     total_flops = count_training_flops(config, model.padded, count_parameters(model.padded))

@@ -28,7 +28,6 @@ from recipe.metrics import (
     SUMMARY_NAME,
     count_stage_tokens,
     measure_speed,
-    split_scores,
     with_nan,
     without_nan,
 )
@@ -176,7 +175,6 @@ def build_summary(log: RunLog, state: RunState, record: dict[str, Any], evaluati
         "bits_per_byte": evaluation["bits_per_byte"],
         "eval_rows": evaluation["num_rows"],
         **({"mixture": evaluation["mixture"]} if "mixture" in evaluation else {}),
-        "tasks": split_scores(evaluation),
         "initial": {key: value for key, value in state.initial.items() if key != "sample"},
         "tokens_per_second": measure_speed(log.events),
         "peak_memory_bytes": max(peaks, default=0),
@@ -218,7 +216,8 @@ def closing_lines(run: Run, summary: dict[str, Any], sample: str | None, state: 
     if not math.isfinite(summary["eval_loss"]):
         remedy = "start a new run, or resume from an earlier checkpoint, with a lower --learning_rate"
         return "\n".join([*lines, "", *textwrap.wrap(f"The loss is not finite: {remedy}.", 80)])
-    generate = shell_command("python", "scripts/generate_text.py", model=output_dir, prompt=config.sample_prompt)
+    how = {"interactive": True} if run.model.is_chat else {"prompt": config.sample_prompt}
+    generate = shell_command("python", "scripts/generate_text.py", model=output_dir, **how)
     lines += ["", f"  generate   {generate}"]
     # To train twice as long, from before the decay if there is one.
     start = checkpoint_dir(output_dir, state.step if state.decay_start is None else state.decay_start)

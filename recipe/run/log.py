@@ -30,7 +30,6 @@ from recipe.metrics import (
     has_begun_to_diverge,
     measure_speed,
     read_events,
-    split_scores,
     without_nan,
 )
 from recipe.optim.guard import MOST_BAD_STEPS, UpdateGuard
@@ -366,15 +365,11 @@ def describe_bits(bits_per_byte: float | None) -> str:
 
 
 def describe_evaluation(what: str, values: dict[str, Any]) -> str:
-    """Return one line with the results of an evaluation, and one more for each task."""
+    """Return one line with the results of an evaluation, and one more for each dataset of a mixture."""
     train = f"train {values['train_loss']:.4f}, " if "train_loss" in values else ""
     perplexity = f"{values['perplexity']:,.{2 if values['perplexity'] < 100 else 0}f}"
     line = f"{what}: {train}validation {values['loss']:.4f}, perplexity {perplexity}, "
     line += f"{describe_bits(values['bits_per_byte'])} bits/byte"
     for name, part in values.get("mixture", {}).items():
         line += f"\n  {name}: validation {part['loss']:.4f}, {describe_bits(part['bits_per_byte'])} bits/byte"
-    for task, scores in split_scores(values).items():
-        names = [name for name in ("acc", "acc_norm", "perplexity") if name in scores]
-        shown = ", ".join(f"{name} {scores[name]:{'.4g' if scores[name] > 1 else '.4f'}}" for name in names)
-        line += f"\n  {task}: {shown} ({scores['num_examples']:,} examples)"
     return line

@@ -56,6 +56,7 @@ def describe_run(run: Run, device: torch.device, model: PreTrainedModel, state: 
         "n_positions": shape.max_position_embeddings,
         "vocab_size": run.model.config.vocab_size,
         "flops_per_token": count_flops_per_token(shape, model.num_parameters(), config.block_size),
+        "is_chat": run.model.is_chat,
         "base_model": config.model_name_or_path,
         "base_model_id": base_model_id,  # if it is on the Hub
         "environment": describe_environment(device),

@@ -28,7 +28,6 @@ from recipe.data.packed import PackedDataset, encoding_of, metadata_of
 from recipe.data.stream import open_stream, read_stream
 from recipe.data.tokenizer import count_ids
 from recipe.disk import write_file
-from recipe.evaluation.tasks import load_tasks
 from recipe.hardware.accelerator import find_machine, measure_open, parallelize
 from recipe.hardware.choices import OF_A_MACHINE, combine, describe_choices
 from recipe.hardware.devices import device_of
@@ -50,11 +49,12 @@ from recipe.metrics import METRICS_NAME
 from recipe.model.build import build_model_config, model_options, translate_dropout
 from recipe.model.files import check_tokenizer, new_files, tuned_files
 from recipe.model.loss import LanguageModelingLoss
+from recipe.model.own_code import own_code
 from recipe.model.size import padded_vocab_size
 from recipe.model.weights import load_pretrained, names_of_transformers_4
 from recipe.optim.optimizers import check_optimizer
 from recipe.publish.download import download_checkpoint
-from recipe.publish.hub import DOWNLOAD_NAME, create_repository
+from recipe.publish.hub import DOWNLOAD_NAME, create_repository, refuse_own_code
 from recipe.run.decide import (
     ORIGIN_NAME,
     DataFacts,
@@ -108,8 +108,8 @@ def open_run(requested: TrainConfig, recipe: str, notes: Sequence[str]) -> Start
     """
     sharding, state = start_processes(), PartialState()
     own = find_machine(device_of(state), state.num_processes, sharding=sharding)
-    own_paths = {*PATHS} - {"eval_tasks"}  # machines may have the same files in different places
-    check_same_run({key: value for key, value in vars(requested).items() if key not in own_paths})
+    # Machines may have the same files in different places.
+    check_same_run({key: value for key, value in vars(requested).items() if key not in PATHS})
     check_same_run({key: value for key, value in vars(own).items() if key not in OF_A_MACHINE})
     machine = combine(gather(own))
 
@@ -127,13 +127,14 @@ def open_run(requested: TrainConfig, recipe: str, notes: Sequence[str]) -> Start
 
 
 def check_libraries(start: Start, device: torch.device) -> None:
-    """Raise `UserError` for what would fail after the text has been prepared: optimizer, model, tokenizer, tasks."""
+    """Raise `UserError` for what would fail after the text has been prepared: optimizer, model, tokenizer."""
     requested = start.requested
     check_optimizer(requested, device)
     model_config = build_model_config(requested, 1, 0, start.base_model)
+    if requested.push_to_hub:
+        refuse_own_code(model_config.model_type)
     if start.base_model is None:
         check_tokenizer(requested.tokenizer_name, model_config.model_type)
-    load_tasks(requested.eval_tasks)
 
 
 def act_on(start: Start) -> None:
@@ -203,10 +204,11 @@ def describe_model(start: Start, dataset: Any) -> ModelFacts:
         config.max_position_embeddings = saved.max_position_embeddings  # of a branch with shorter rows
     padded = copy.deepcopy(config)
     padded.vocab_size = padded_vocab_size(config.vocab_size, requested.pad_vocab_to_multiple_of)
+    is_chat = bool(tokenizer.chat_template)
     is_readable = names_of_transformers_4(config) is not None
     lacks = () if is_readable else ("Transformers 4 cannot read the exported rotary embeddings",)
     if source is None:
-        return ModelFacts(config, padded, saved, new_files(tokenizer, config), lacks)
+        return ModelFacts(config, padded, saved, new_files(tokenizer, config) | own_code(config), is_chat, lacks)
     own_tokenizer = start.resume or requested.tokenizer_name == requested.model_name_or_path
     tokenizer_source = source if own_tokenizer else requested.tokenizer_name or source
     files, notes = tuned_files(source, tokenizer_source, config, **encoding_of(metadata_of(dataset)))
@@ -221,7 +223,7 @@ def describe_model(start: Start, dataset: Any) -> ModelFacts:
     overrides = requested.config_overrides or {}
     if missing := translate_dropout(overrides, model_options(config.model_type))[1]:
         notes.append(f"{config.model_type} has no counterpart of {', '.join(missing)}, which have no effect")
-    return ModelFacts(config, padded, saved, files, (*notes, *lacks))
+    return ModelFacts(config, padded, saved, files | own_code(config), is_chat, (*notes, *lacks))
 
 
 def wrap_module(run: Run, accelerator: Accelerator, loss: LanguageModelingLoss) -> nn.Module:
