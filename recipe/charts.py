@@ -15,6 +15,7 @@ LIGHT = {"page": "#ffffff", "text": "#1f2328", "muted": "#59636e", "grid": "#e4e
 LIGHT |= {"blue": "#0969da", "orange": "#d15704", "gray": "#b9c1ca"}
 DARK = {"page": "#0d1117", "text": "#f0f6fc", "muted": "#9198a1", "grid": "#262c36"}
 DARK |= {"blue": "#4493f8", "orange": "#f0883e", "gray": "#8b949e"}
+LINE_STYLES = ("-", "--", ":", "-.")
 
 
 def name_parts(events: list[dict[str, Any]]) -> dict[str, str]:
@@ -53,7 +54,7 @@ def save_loss_chart(events: list[dict[str, Any]], path: Path, title: str, dark: 
         for number, (key, name) in enumerate(name_parts(events).items()):
             points = points_of([e | {"loss": e["mixture"][key]["loss"]} for e in evaluations if "mixture" in e])
             points = [point for point in points if point[1] <= axes.get_ylim()[1]]
-            style = {"color": colors["muted"], "linestyle": ("-", "--", ":", "-.")[number % 4], "linewidth": 2}
+            style = {"color": colors["muted"], "linestyle": LINE_STYLES[number % 4], "linewidth": 2}
             axes.plot(*zip(*points, strict=True), label=name.rpartition("/")[2], **style) if points else None
         end = events[-1]["step"] if events[-1]["event"] == "end" else None  # of the best model, if that is earlier
         best = points_of([event for event in evaluations if event["step"] == end])

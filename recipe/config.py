@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 
 from recipe.disk import write_file
-from recipe.errors import UserError, did_you_mean
+from recipe.errors import UserError
 
 STANDARD_LIBRARY = "python_standard_library"  # the demo's corpus, a dataset_name that needs no download
 SPLITS = ("train", "validation")
@@ -31,7 +31,6 @@ SCHEDULE_ARGUMENTS: dict[str, str] = {
     **dict.fromkeys(("num_decay_steps", "decay_type", "min_lr_ratio"), "warmup_stable_decay"),
 }
 DECAY_TYPES = ("linear", "cosine", "1-sqrt")
-EVAL_TASKS = ("hellaswag", "lambada")
 EXPECTED_LOSS = ("value", "tolerance", "tokens", "dataset", "source")  # nats, nats, number, Hub id, text
 CONFIG_NAME = "training_config.yaml"  # a run's options, in its folder and, if it is published, on the Hub
 MISSING = "???"  # OmegaConf's mark
@@ -232,9 +231,6 @@ class TrainConfig:
         RESULT,
         example="value=3.28,tolerance=0.05,tokens=1e10,dataset=ID,source=TEXT",
     )
-    eval_tasks: list[str] | None = option(
-        None, "Tasks to score at each evaluation: hellaswag, lambada (from the Hub), or hellaswag=FILE.jsonl.", PATH
-    )
     save_steps: int = option(1000, "Steps between checkpoints; 0 saves none.", PUBLIC, at_least=0)
     save_total_limit: int | None = option(
         None, "Keep the newest N checkpoints and the one before the decay. Default: all.", PUBLIC, at_least=1
@@ -258,8 +254,11 @@ class TrainConfig:
     report_to: list[str] | None = option(None, "Trackers: trackio, tensorboard, wandb, ...")
     profile: int | None = option(None, "Profile 3 steps after N steps; without N, after 10.", at_least=1, alone=10)
 
-    sample_prompt: str = option(
-        "The", "Prompt of the samples, which are published with the model.", section="Publishing"
+    sample_prompt: str | None = option(
+        None,
+        "Prompt of the samples, which are published with the model. With a chat template, it is a user's turn. "
+        "Default: The; of a chat, Hello!",
+        section="Publishing",
     )
     push_to_hub: bool = option(False, "Upload the model to the Hub.")
     hub_model_id: str | None = option(None, "Hub repository: user/name.")
@@ -415,7 +414,6 @@ def check_rules(config: TrainConfig) -> None:
     require(not needs_folder, "--resume_from_checkpoint auto requires the --output_dir of the run to resume")
     evaluates = config.early_stopping_patience is None or config.eval_steps != 0
     require(evaluates, "--early_stopping_patience requires --eval_steps greater than 0")
-    parse_tasks(config.eval_tasks)
     if (loss := config.expected_loss) is not None:
         *numbers, dataset, source = (loss.get(key) for key in EXPECTED_LOSS)
         is_valid = all(isinstance(text, str) and text.isprintable() for text in (dataset, source))  # both are printed
@@ -454,20 +452,3 @@ def check_schedule(config: TrainConfig) -> None:
             f"{warmup:,.0f} warm-up steps and {decay:,} decay steps exceed max_steps, {config.max_steps:,}; lower "
             "warmup_steps, or pass num_decay_steps below 1, a share of the run"
         )
-
-
-def parse_tasks(items: list[str] | None) -> dict[str, str | None]:
-    """`["hellaswag=val.jsonl,lambada"]` -> {"hellaswag": "val.jsonl", "lambada": None}; None stands for the Hub.
-
-    Raises `UserError` for an unknown or repeated task.
-    """
-    tasks: dict[str, str | None] = {}
-    for item in ",".join(items or []).split(",") if items else []:
-        name, has_file, path = item.strip().partition("=")
-        if name not in EVAL_TASKS:
-            hint = did_you_mean(name, EVAL_TASKS, otherwise="separate tasks with commas")
-            raise UserError(f"unknown task '{name}'; {hint} (tasks: {', '.join(EVAL_TASKS)})")
-        require(name not in tasks, f"the task {name} is given twice; pass it once")
-        require(path or not has_file, f"the task {name} has an empty file name; pass {name}=FILE.jsonl")
-        tasks[name] = path or None
-    return tasks

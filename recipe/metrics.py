@@ -10,12 +10,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from recipe.config import EVAL_TASKS
-
 METRICS_NAME, SUMMARY_NAME = "metrics.jsonl", "summary.json"
 CARD_NAME, CURVE_NAME = "README.md", "loss_curve.png"
 RISES = 3  # evaluations in a row with a higher validation loss and a lower training loss
-SCORES = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "perplexity", "perplexity_stderr", "num_examples")
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
@@ -89,15 +86,6 @@ def find_train_loss(events: list[dict[str, Any]]) -> float | None:
             if event["loss"] is not None:
                 total, num_steps = total + count * event["loss"], num_steps + count
     return total / num_steps if num_steps else None
-
-
-def split_scores(evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the scores of each task in an eval event, whose keys are TASK_SCORE and TASK_num_examples."""
-    return {
-        task: {score: evaluation[f"{task}_{score}"] for score in SCORES if f"{task}_{score}" in evaluation}
-        for task in sorted(EVAL_TASKS)
-        if f"{task}_num_examples" in evaluation
-    }
 
 
 def without_nan(values: Any) -> Any:

@@ -52,6 +52,17 @@ def shard_of(ids: np.ndarray, magic: int = 20240520, version: int = 1, count: in
     return header.tobytes() + ids.tobytes()
 
 
+def write_task(folder: Path, name: str) -> Path:
+    """Write a task of lm-eval, hellaswag or lambada_openai, whose examples are the sample beside this file."""
+    room, split = ("hellaswag", "validation") if name == "hellaswag" else ("lambada", "test")
+    tasks = Path(importlib.util.find_spec("lm_eval").origin).parent / "tasks"
+    lines = [f"include: {tasks / room / name}.yaml", f"task: own_{room}", "tag: null", "training_split: null"]
+    lines += ["dataset_path: json", "dataset_name: null"]
+    lines += [f"dataset_kwargs: {{data_files: {{{split}: {ROOT / 'tests' / f'{room}_sample.jsonl'}}}}}"]
+    (folder / f"{room}.yaml").write_text("\n".join(lines))
+    return folder / f"{room}.yaml"
+
+
 STUBS = {
     "recipe.evaluation.validation.sample_text": lambda model, tokenizer, prompt, *_: f"{prompt} sample",
     "recipe.publish.card.save_loss_chart": lambda events, path, *_: path.write_bytes(b"PNG"),

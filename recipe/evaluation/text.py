@@ -6,6 +6,7 @@ exactly once.
 """
 
 import functools
+import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from recipe.checkpoint import STATE_NAME
 from recipe.data.packed import PackedDataset, bytes_per_token
 from recipe.data.read import read_texts
 from recipe.data.tokenizer import document_start, special_tokens, text_ids, tokenizer_sha256
@@ -42,6 +44,10 @@ class Text:
     documents: list[np.ndarray]
     num_characters: int
     num_bytes: int
+
+    @property
+    def content_sha256(self) -> str:
+        return hashlib.sha256(b"".join(ids.astype(np.int64).tobytes() for ids in self.documents)).hexdigest()
 
 
 def read_text(
@@ -79,14 +85,17 @@ def read_text(
 def choose_context(model: Path | str, num_positions: int, typed: int | None) -> tuple[int, int, str]:
     """Return the context for texts and the length of a dataset's rows, in tokens, and where the length comes from.
 
-    By default, rows are as long as in the model's own run, if its folder holds that run's config. Raises `UserError`.
+    By default, rows are as long as in the model's own run, if its folder, or that of a checkpoint's run, holds that
+    run's config. Raises `UserError`.
     """
     if typed is not None:
         if not 1 <= typed <= num_positions:
             raise UserError(f"context must be from 1 to {num_positions:,}, the positions of {model}, got {typed:,}")
         return typed, typed, "--context"
     context = min(num_positions, LONGEST_CONTEXT)
-    if (block_size := read_options(Path(model)).get("block_size")) is not None:
+    folder = Path(model).absolute()
+    options = read_options(folder.parent if (folder / STATE_NAME).is_file() else folder)
+    if (block_size := options.get("block_size")) is not None:
         return context, block_size, "the run's block_size"
     return context, context, "the model's positions" if context == num_positions else "the default"
 
@@ -126,6 +135,7 @@ def evaluate_text(
         "bits_per_character": bits / text.num_characters,
         "num_characters": text.num_characters,
         "num_documents": len(text.documents),
+        "content_sha256": text.content_sha256,
         "context": context,
         "stride": stride,
         "seconds": time.perf_counter() - started_at,
@@ -155,6 +165,7 @@ def evaluate_dataset(
         "name": f"{', '.join(dataset.parts or [dataset.directory.absolute().name])} validation",
         **_scores(totals, totals.num_bytes(size)),
         "bits_per_character": None,
+        "content_sha256": dataset.metadata["content_sha256"],
         "context": dataset.block_size,
         "stride": dataset.block_size,
         "seconds": time.perf_counter() - started_at,

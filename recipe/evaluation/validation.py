@@ -1,4 +1,4 @@
-"""Validation loss, perplexity and bits per byte over some or all validation rows, and the scores of tasks."""
+"""Validation loss, perplexity and bits per byte over some or all validation rows, and a sample of text."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +15,6 @@ from recipe.data.tokenizer import text_ids
 from recipe.errors import short_reason
 from recipe.evaluation.generation import sample_text
 from recipe.evaluation.scoring import CPU_TOKENS, Totals, exp_or_inf, sum_losses
-from recipe.evaluation.tasks import load_tasks, score_task
 from recipe.hardware.processes import largest_of_processes
 from recipe.hardware.sharding import gathered
 from recipe.model.loss import IGNORE_INDEX
@@ -25,10 +24,6 @@ EVALUATED_ROW_COST = 0.4
 EVALUATION_SHARE = 0.02  # share of the run's time for all evaluations together, with `max_eval_samples auto`
 MIN_ROWS = 8
 GUESSED_STEPS = 1000  # assumed for a run that only `max_minutes` limits
-# Examples per task and evaluation, in a fixed random order: an accuracy has a standard error of 1.5 points. On a GPU
-# that sustains 37 TFLOP/s, scoring this many of HellaSwag (360 tokens each) takes 30 s with 1,558 M parameters, 2 s
-# with 124 M. scripts/evaluate_model.py scores all.
-TASK_EXAMPLES = 1000
 
 
 def count_eval_rows(config: TrainConfig, num_validation_rows: int, num_datasets: int = 1) -> int:
@@ -84,7 +79,7 @@ def mean_scores(datasets: dict[str, dict[str, Any]], shares: dict[str, float]) -
 
 
 class Validation:
-    """Evaluates the model on the validation rows, and the tasks, that the options choose.
+    """Evaluates the model on the validation rows that the options choose.
 
     num_rows: validation rows per evaluation.
     """
@@ -96,7 +91,6 @@ class Validation:
         rows = CPU_TOKENS // config.block_size if on_cpu else int(config.per_device_train_batch_size or 1)
         self.batch_size = max(1, rows)
         self.model = accelerator.unwrap_model(module).model
-        self.tasks = load_tasks(config.eval_tasks)
         self.parts = getattr(dataset, "parts", None) or {None: dataset}
         self.rows = {
             name: count_eval_rows(config, len(of.validation), len(self.parts)) for name, of in self.parts.items()
@@ -110,10 +104,9 @@ class Validation:
         """Return the results of an evaluation, or None if `must_stop` ended it.
 
         They are: loss (nats per token), perplexity, bits_per_byte, num_rows, seconds, warm_seconds (without the first
-        batch, which may compile), a sample of the model's text, and each task's scores under flat names:
-        hellaswag_acc, hellaswag_acc_stderr, hellaswag_num_examples, ... For a mixture, loss and bits_per_byte are
-        means weighted by the shares, and `mixture` has the results of each dataset. must_stop: asked between batches,
-        with the same answer on all processes.
+        batch, which may compile), and a sample of the model's text. For a mixture, loss and bits_per_byte are means
+        weighted by the shares, and `mixture` has the results of each dataset. must_stop: asked between batches, with
+        the same answer on all processes.
         """
         self.module.eval()
         try:
@@ -123,8 +116,7 @@ class Validation:
             self.module.train()
 
     def _run(self, must_stop: Callable[[], bool]) -> dict[str, Any] | None:
-        started_at, tokenizer = time.perf_counter(), self.dataset.tokenizer
-        batch_size, datasets, batch_seconds = self.batch_size, {}, []
+        started_at, datasets, batch_seconds = time.perf_counter(), {}, []
 
         def module(*batch: torch.Tensor) -> dict[str, torch.Tensor]:
             begun_at = time.perf_counter()
@@ -133,23 +125,16 @@ class Validation:
             return results
 
         for name, part in self.parts.items():
-            options = self.rows[name], batch_size, must_stop
+            options = self.rows[name], self.batch_size, must_stop
             totals = evaluate_rows(module, self.is_text, part.validation, *options)
             if totals is None:
                 return None
             scores = totals.scores(totals.num_bytes(self.bytes_per_token[name]))
             datasets[name] = scores | {"num_rows": self.rows[name]}
         results = mean_scores(datasets, self.dataset.shares) if len(datasets) > 1 else scores
-        # The prepared module enters autocast by itself, its model does not. Eager mode, because texts of all lengths
+        # The prepared module enters autocast by itself, its model does not. Eager mode, because inputs of all lengths
         # would compile the blocks of a sharded model again and again.
         with self.accelerator.autocast(), torch.compiler.set_stance("force_eager"):
-            for name, examples in self.tasks.items():
-                options = {"max_examples": TASK_EXAMPLES, "vocab_size": self.vocab_size, "must_stop": must_stop}
-                tokens_per_batch = batch_size * self.config.block_size
-                scores = score_task(self.model, tokenizer, name, examples, tokens_per_batch, **options)
-                if scores is None:
-                    return None
-                results |= {f"{name}_{key}": value for key, value in scores.items()}
             sample = self._sample()
         # The same on all processes, because a time-limited run computes its progress from it; only one makes a sample.
         seconds = time.perf_counter() - started_at
@@ -165,7 +150,7 @@ class Validation:
         """Return a continuation of `sample_prompt`, the same for the same weights. A failure must not end the run."""
         if not self.accelerator.is_main_process:
             return None
-        prompt, tokenizer = self.config.sample_prompt, self.dataset.tokenizer
+        prompt, tokenizer = self.config.sample_prompt or "", self.dataset.tokenizer
         try:
             return sample_text(self.model, tokenizer, prompt, self.config.seed, self.vocab_size)
         except Exception as error:  # for example out of memory

@@ -5,6 +5,7 @@ metrics.jsonl and training_config.yaml (recipe/publish/public.py), and the score
 """
 
 import contextlib
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils.sha import sha_fileobj
 
 from recipe.charts import name_parts, save_loss_chart
-from recipe.config import DEFAULTS, EVAL_TASKS, STANDARD_LIBRARY, is_missing
+from recipe.config import DEFAULTS, STANDARD_LIBRARY, is_missing
 from recipe.environment import describe_machine
 from recipe.errors import short_reason
 from recipe.metrics import (
@@ -25,18 +26,14 @@ from recipe.metrics import (
     count_stage_tokens,
     count_tokens,
     measure_speed,
-    split_scores,
 )
 from recipe.model.weights import WEIGHTS_NAME
-from recipe.publish.public import listed, public_events, public_options, read_options
+from recipe.publish.public import public_events, public_options, read_options
 
 EVALUATION_NAME = "evaluation.json"  # written by scripts/evaluate_model.py
 SHOWN_SAMPLES = 3
-# Task of the recipe -> dataset of the Hub, its name on a page, and the number of its examples.
-TASKS = {
-    "hellaswag": ("Rowan/hellaswag", "HellaSwag", 10_042),
-    "lambada": ("EleutherAI/lambada_openai", "LAMBADA", 5_153),
-}
+LM_EVAL = "https://github.com/EleutherAI/lm-evaluation-harness"
+NOT_SCORES = ("num_examples", "total_examples", "version")  # the other numbers of a task
 LOSSES = {"loss": "loss", "perplexity": "perplexity", "bits_per_byte": "bits per byte"}
 
 
@@ -65,7 +62,7 @@ def write_model_card(
     values["curve"] = CURVE_NAME if (directory / CURVE_NAME).is_file() else None
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, trim_blocks=True, undefined=jinja2.ChainableUndefined)
-    environment.filters |= {"plain": plain, "fence": fence, "number": number, "json": json.dumps}
+    environment.filters |= {"plain": plain, "fence": fence, "number": number, "json": json.dumps, "repr": repr}
     environment.filters["machine"] = describe_machine
     text = environment.get_template("card.md.jinja").render(values)
     ModelCard(re.sub(r"\n{3,}", "\n\n", text)).save(directory / CARD_NAME)
@@ -86,15 +83,13 @@ def collect_values(run_dir: Path, step: int, directory: Path, hub_options: dict[
     name, rows = model_id.rpartition("/")[2], data.get("splits", {}).get("train", {}).get("rows")
     samples = [sample for sample in samples if sample["step"] > 0]  # the first is of the untrained model
     evaluation = evaluations[-1] if evaluations and evaluations[-1]["step"] == step else {}
-    measured = read_evaluation(run_dir, step, directory).get("tasks", {})  # the texts there are named after files
-    tasks = split_scores(evaluation) | {task: listed(measured[task]) for task in EVAL_TASKS if task in measured}
     ends = [event for event in events if event["event"] == "end" and event["step"] == step]
     is_demo = data.get("dataset_id") == STANDARD_LIBRARY
     names, mixture = name_parts(events), data.get("mixture", {})
     results = list(list_losses(evaluation, data, "the mixture" if mixture else None))
     for key, part in mixture.items():
         results += list_losses(evaluation.get("mixture", {}).get(key, {}), part, names[key])
-    results += list_scores(tasks)
+    results += list_scores(read_tasks(run_dir, step, directory))
     metadata = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -124,7 +119,7 @@ def collect_values(run_dir: Path, step: int, directory: Path, hub_options: dict[
         "resumes": [step for step in phases if step > 0],
         "has_base": bool(requested.get("model_name_or_path")),
         "evaluation": evaluation,
-        "prompt": samples[-1]["prompt"] if samples else options["sample_prompt"],
+        "prompt": samples[-1]["prompt"] if samples else options["sample_prompt"] or "The",
         "samples": samples[-SHOWN_SAMPLES:],
         "needed": [name for name, value in shown.items() if is_missing(value)],
         "tokens": num_tokens,
@@ -139,26 +134,31 @@ def collect_values(run_dir: Path, step: int, directory: Path, hub_options: dict[
     }
 
 
-def read_evaluation(run_dir: Path, step: int, directory: Path) -> dict[str, Any]:
-    """Read the evaluation.json of the weights in `directory`; {} if there is none.
+def read_tasks(run_dir: Path, step: int, directory: Path) -> dict[str, dict[str, Any]]:
+    """Read the scores of the weights in `directory`, as evaluate_model.py has written them. The texts stay private.
 
-    The file holds the SHA-256 of its weights, so the scores of a copied or extended run never apply to other weights.
+    The files hold the SHA-256 of their weights, so the scores of a copied or extended run never apply to other ones.
     """
-    for folder in (run_dir / f"checkpoint-{step}", run_dir):
+    tasks: dict[str, dict[str, Any]] = {}
+    for folder in (run_dir, run_dir / f"checkpoint-{step}"):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # missing, or of another program
             content = json.loads((folder / EVALUATION_NAME).read_text(encoding="utf-8"))
             if content["weights_sha256"] == weights_sha256(directory):
-                return content
-    return {}
+                tasks |= content["tasks"]
+    return tasks
 
 
 def weights_sha256(folder: Path) -> str | None:
-    """Return the SHA-256 of a model's weights, or None if the folder holds none in one file."""
-    path = folder / WEIGHTS_NAME
-    if not path.is_file():
-        return None
-    with open(path, "rb") as file:
-        return sha_fileobj(file).hex()
+    """Return the SHA-256 of a model's weights, or of the hashes of its shards; None if the folder holds none.
+
+    The header does not count: the exported model's names its loss, a checkpoint's does not.
+    """
+    hashes = []
+    for path in sorted(folder.glob(f"{Path(WEIGHTS_NAME).stem}*.safetensors")):
+        with open(path, "rb") as file:
+            file.seek(8 + int.from_bytes(file.read(8), "little"))
+            hashes.append(sha_fileobj(file).hex())
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest() if hashes else None
 
 
 def dataset_hub_id(data: dict[str, Any]) -> str | None:
@@ -181,14 +181,26 @@ def list_losses(evaluation: dict[str, Any], data: dict[str, Any], name: str | No
 
 
 def list_scores(tasks: dict[str, dict[str, Any]]) -> Iterator[EvalResult]:
-    """Yield the scores of the tasks. The label counts the examples, because a part's score is not the task's score."""
-    for task, scores in tasks.items():
-        dataset, name, size = TASKS[task]
-        label = f"{name} ({scores['num_examples']:,} of {size:,} examples)"
-        for score in ("acc", "acc_norm", "perplexity"):
-            if scores.get(score) is not None:
-                value = round(scores[score], 4)
-                yield EvalResult("text-generation", dataset, label, score, value, metric_name=f"{name} {score}")
+    """Yield the scores of lm-eval's tasks on their own examples; those on local files cannot be repeated by others.
+
+    The label counts the examples, because a part's score is not the task's score.
+    """
+    for task, values in tasks.items():
+        if dataset := values.get("dataset"):
+            label = f"{task} ({values['num_examples']:,} of {values['total_examples']:,} examples)"
+            source = f"lm-eval {values['lm_eval']}, task version {values['version']}"
+            for name, score in scores_of(values).items():
+                result = EvalResult(
+                    "text-generation", dataset, label, name, round(score, 4), metric_name=f"{task} {name}"
+                )
+                result.source_name, result.source_url = source, LM_EVAL
+                yield result
+
+
+def scores_of(values: dict[str, Any]) -> dict[str, float]:
+    """Return the scores of a task, without their errors."""
+    numbers = {key: value for key, value in values.items() if isinstance(value, (int, float))}
+    return {key: value for key, value in numbers.items() if key not in NOT_SCORES and "_stderr" not in key}
 
 
 def draw_curve(events: list[dict[str, Any]], name: str, path: Path) -> None:

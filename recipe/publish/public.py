@@ -13,7 +13,6 @@ import yaml
 
 from recipe.config import (
     CONFIG_NAME,
-    EVAL_TASKS,
     MISSING,
     NEEDED,
     OF_HUB,
@@ -21,7 +20,7 @@ from recipe.config import (
     SCHEDULE_OPTIONS,
     marked,
 )
-from recipe.metrics import METRICS_NAME, SCORES, read_events, without_nan
+from recipe.metrics import METRICS_NAME, read_events, without_nan
 
 REPEAT_TOLERANCE = 0.05  # nats: three standard deviations of the difference between two seeds, where they were largest
 
@@ -33,7 +32,7 @@ PUBLIC_KEYS = {
     *("num_processes", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("data", "dataset_id", "dataset_config_name", "tokenizer_id", "is_own_tokenizer", "validation_split_percentage"),
     *("content_sha256", "tokenizer_sha256", "splits", "train", "validation", "documents", "tokens", "bytes", "rows"),
-    *("architecture", "num_parameters", "n_layer", "n_head", "n_embd", "n_positions", "vocab_size"),
+    *("architecture", "num_parameters", "n_layer", "n_head", "n_embd", "n_positions", "vocab_size", "is_chat"),
     *("environment", "gpt2_recipe", "python", "torch", "transformers", "accelerate", "datasets", "tokenizers"),
     *("cuda", "cudnn", "device", "num_cpus", "platform"),
     *("epoch", "stages"),
@@ -41,8 +40,6 @@ PUBLIC_KEYS = {
     *("step_ms", "tokens_per_second", "mfu", "train_seconds", "skipped_steps", "share_waiting_for_data"),
     *("memory_bytes", "peak_memory_bytes", "train_loss"),
     *("perplexity", "bits_per_byte", "num_rows", "seconds", "mixture", "share"),
-    *SCORES,
-    *(f"{task}_{score}" for task in EVAL_TASKS for score in SCORES),
     *("prompt", "text"),  # of a sample
     "last_step",  # of the run; its final model may be of an earlier step
     *("changes", "global_batch_size", *SCHEDULE_OPTIONS),

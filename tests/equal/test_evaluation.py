@@ -4,26 +4,41 @@ import json
 import math
 import os
 import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from unittest import mock
 
 import evaluate as evaluate_library
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers import BLOCK_SIZE, ONE_STEP, ROOT, TWO_STEPS, make_documents, read_events, reset_accelerate, run_script
+from helpers import (
+    BLOCK_SIZE,
+    ONE_STEP,
+    TWO_STEPS,
+    make_documents,
+    read_events,
+    reset_accelerate,
+    run_script,
+    write_task,
+)
+from hub_repository import File, Repository
 from safetensors.torch import load_file, save_file
+from small_model import save_small_model
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
 from recipe.command_line import load_config
 from recipe.data.packed import PackedSplit
 from recipe.evaluation.perplexity import LanguageModelingMetric
+from recipe.evaluation.tasks import score_tasks
 from recipe.evaluation.text import choose_context
 from recipe.evaluation.validation import Validation
 from recipe.model.loss import LanguageModelingLoss
 
 SCRIPT = "scripts/evaluate_model.py"
-LAMBADA = f"lambada={ROOT / 'tests' / 'lambada_sample.jsonl'}"
 
 
 @pytest.fixture
@@ -185,7 +200,7 @@ def test_the_scores_of_a_text_equal_a_plain_loop(evaluate, model_dir, text_file,
     ],
 )
 def test_a_saved_model_is_scored_by_its_own_logits(evaluate, tmp_path, tokenizer_dir, model_type, changes):
-    """Texts and tasks, with models whose logits are scaled or capped, which training refuses."""
+    """Models whose logits are scaled or capped, which training refuses."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     shape |= {"num_key_value_heads": 4, "max_position_embeddings": 64, "initializer_range": 0.5}
@@ -196,15 +211,11 @@ def test_a_saved_model_is_scored_by_its_own_logits(evaluate, tmp_path, tokenizer
     tokenizer.save_pretrained(tmp_path / "model")
     text = "the cat sat on a mat while rain fell"
     (tmp_path / "a.txt").write_text(text)
-    (tmp_path / "lambada.jsonl").write_text(json.dumps({"text": text}))
-    tasks = ["--tasks", f"lambada={tmp_path / 'lambada.jsonl'}"]
-    found = evaluate(tmp_path / "model", "--text_file", tmp_path / "a.txt", *tasks)
-    ids, start = tokenizer(text)["input_ids"], len(tokenizer(text.rpartition(" ")[0])["input_ids"])
+    found = evaluate(tmp_path / "model", "--text_file", tmp_path / "a.txt")
+    ids = tokenizer(text)["input_ids"]
     with torch.no_grad():
         losses = F.cross_entropy(model(torch.tensor([[0, *ids[:-1]]])).logits[0], torch.tensor(ids))
-        word = F.cross_entropy(model(torch.tensor([ids[:-1]])).logits[0], torch.tensor(ids[1:]), reduction="none")
     assert found["texts"][0]["loss"] == pytest.approx(losses.item(), rel=1e-4)
-    assert found["tasks"]["lambada"]["perplexity"] == pytest.approx(math.exp(word[start - 1 :].sum()), rel=1e-4)
 
 
 def test_the_context_of_a_model_with_many_positions_is_bounded(model_dir):
@@ -214,16 +225,65 @@ def test_the_context_of_a_model_with_many_positions_is_bounded(model_dir):
     assert choose_context(model_dir, 1024, None)[:2] == (1024, 1024)
 
 
+# ------------------------------------------------------------------ tasks
+
+
+def test_tasks_have_the_scores_of_lm_evals_own_command(evaluate, tokenizer_dir, tmp_path):
+    """Of its tasks on local examples, and of the first ones only. An answer must fit into the context."""
+    model_dir = save_small_model(tmp_path / "model", tokenizer_dir, n_positions=70)
+    tasks = [write_task(tmp_path, name) for name in ("hellaswag", "lambada_openai")]
+    found = evaluate(model_dir, "--tasks", *tasks)["tasks"]
+    command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--device", "cpu"]
+    command += ["--model_args", f"pretrained={model_dir},dtype=float32", "--tasks", ",".join(map(str, tasks))]
+    subprocess.run([*command, "--output_path", tmp_path / "out"], check=True, capture_output=True, cwd=tmp_path)
+    (path,) = (tmp_path / "out").rglob("*.json")
+    expected = json.loads(path.read_text())["results"]
+    for task, names in {"own_hellaswag": ("acc", "acc_norm"), "own_lambada": ("acc", "perplexity")}.items():
+        for name in names:
+            assert found[task][name] == pytest.approx(expected[task][f"{name},none"], rel=1e-5)
+            assert found[task][f"{name}_stderr"] >= 0
+        assert found[task]["num_examples"] == 20 and "dataset" not in found[task]
+    assert evaluate(model_dir, "--tasks", *tasks, "--limit", 5)["tasks"]["own_lambada"]["num_examples"] == 5
+    short = save_small_model(tmp_path / "short", tokenizer_dir)
+    assert "longer than the model's context" in run_script(SCRIPT, "--model", short, "--tasks", tasks[0])
+
+
+def test_a_task_on_examples_of_the_hub_names_them():
+    config = {"dataset_path": "Rowan/hellaswag", "dataset_kwargs": None}
+    counts, scores = {"effective": 9, "original": 10_042}, {"acc,none": 0.3, "acc_stderr,none": "N/A", "alias": "x"}
+    found = {"results": {"hellaswag": scores}, "configs": {"hellaswag": config}, "versions": {"hellaswag": 1.0}}
+    with mock.patch("lm_eval.simple_evaluate", lambda *_, **__: found | {"n-samples": {"hellaswag": counts}}):
+        (values,) = score_tasks("model", ["hellaswag"], None).values()
+    expected = {"acc": 0.3, "num_examples": 9, "total_examples": 10_042, "dataset": "Rowan/hellaswag", "version": 1.0}
+    assert values == expected | {"lm_eval": version("lm_eval")}
+
+
+def test_all_checkpoints_of_a_run_are_scored_and_drawn(train, dataset, tmp_path):
+    """Each has the scores that it has alone, beside its weights; rows are as long as in the run."""
+    run = train("--save_steps", 2, "--block_size", 16, output_dir=tmp_path / "run")
+    options = ["--tasks", write_task(tmp_path, "lambada_openai"), "--dataset_dir", dataset.directory]
+    assert not run_script(SCRIPT, "--model", run, "--checkpoints", *options)
+    assert (run / "scores.png").read_bytes()[:4] == b"\x89PNG"
+    found = [json.loads((run / f"checkpoint-{step}" / "evaluation.json").read_text()) for step in (2, 4)]
+    assert found[0]["weights_sha256"] != found[1]["weights_sha256"]
+    assert not run_script(SCRIPT, "--model", run, *options)
+    of_run = json.loads((run / "evaluation.json").read_text())
+    for name in ("weights_sha256", "tasks"):
+        assert of_run[name] == found[1][name]
+    assert of_run["texts"][0]["loss"] == found[1]["texts"][0]["loss"] and of_run["texts"][0]["context"] == 16
+
+
 # ------------------------------------------------------------------ the report
 
 
-def test_a_report_fits_into_80_columns_and_names_files_without_their_folders(evaluate, model_dir, text_file, capsys):
-    results = evaluate(model_dir, "--text_file", text_file, "--tasks", LAMBADA)
+def test_a_report_fits_into_80_columns_and_names_files_without_their_folders(
+    evaluate, model_dir, text_file, tmp_path, capsys
+):
+    results = evaluate(model_dir, "--text_file", text_file, "--tasks", write_task(tmp_path, "lambada_openai"))
     printed = capsys.readouterr().out
     assert max(map(len, printed.partition("written to")[0].splitlines())) <= 80
-    assert "0.3256" in printed  # the accuracy of OpenAI's smallest
+    assert f"{results['tasks']['own_lambada']['perplexity']:.2e}" in printed
     assert (results["model"], results["texts"][0]["name"]) == ("small", "text.jsonl")
-    assert results["tasks"]["lambada"]["source"] == "lambada_sample.jsonl"
     assert results["texts"][0]["stride"] == BLOCK_SIZE // 2  # the default
     for private in (model_dir.parent, text_file.parent):
         assert str(private) not in json.dumps(results)
@@ -235,8 +295,9 @@ def own_model(model_dir, tmp_path):
     """A model of a run, beside which its scores are kept, and two texts."""
     model = shutil.copytree(model_dir, tmp_path / "model")
     (model / "training_config.yaml").touch()
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text("the cat sat on a mat")
+    for name, text in (("a.txt", "the cat sat"), ("b.txt", "on a mat"), ("sub/a.txt", "while rain fell")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
     return model
 
 
@@ -254,13 +315,35 @@ def change_weights(model) -> None:
 
 
 def test_scores_beside_the_model_are_collected_until_it_changes(own_model, tmp_path):
-    """A text evaluated again replaces its scores; those of other weights are dropped."""
-    a, b = tmp_path / "a.txt", tmp_path / "b.txt"
-    assert names_after(own_model, "--text_file", a, "--tasks", LAMBADA) == ["lambada", "a.txt"]
-    assert names_after(own_model, "--text_file", b) == ["lambada", "a.txt", "b.txt"]
-    assert names_after(own_model, "--text_file", a) == ["lambada", "b.txt", "a.txt"]
+    """A text evaluated again replaces its scores, not those of another of its name; other weights drop all."""
+    a, b, other = tmp_path / "a.txt", tmp_path / "b.txt", tmp_path / "sub" / "a.txt"
+    task = "own_lambada"
+    assert names_after(own_model, "--text_file", a, "--tasks", write_task(tmp_path, "lambada_openai")) == [
+        task,
+        "a.txt",
+    ]
+    assert names_after(own_model, "--text_file", b) == [task, "a.txt", "b.txt"]
+    assert names_after(own_model, "--text_file", a) == [task, "b.txt", "a.txt"]
+    assert names_after(own_model, "--text_file", other) == [task, "b.txt", "a.txt", "a.txt"]
     change_weights(own_model)
     assert names_after(own_model, "--text_file", a) == ["a.txt"]
+
+
+@pytest.mark.parametrize("name", ["user/name", "sharded"])
+def test_scores_are_added_to_those_of_the_same_hub_model_or_shards(own_model, tmp_path, hub, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    if name == "sharded":
+        GPT2LMHeadModel.from_pretrained(own_model).save_pretrained(name, max_shard_size="20kB")
+        AutoTokenizer.from_pretrained(own_model).save_pretrained(name)
+        assert len([*(tmp_path / name).glob("*.safetensors")]) > 1
+    else:
+        files = {path.name: File(path.read_bytes(), path.suffix == ".safetensors") for path in own_model.iterdir()}
+        hub.repositories[name] = Repository(False)
+        hub.repositories[name].write_commit("main", None, "", files)
+    for text in ("a.txt", "b.txt"):
+        assert not run_script(SCRIPT, "--model", name, "--text_file", text, "--output_file", "scores.json")
+    found = json.loads((tmp_path / "scores.json").read_text())
+    assert [text["name"] for text in found["texts"]] == ["a.txt", "b.txt"]
 
 
 def test_scores_of_another_model_in_the_output_file_are_not_touched(own_model, tmp_path):
