@@ -192,10 +192,10 @@ def train(tmp_path, dataset_dir):
 def train_shared(tmp_path_factory, dataset_dir):
     """Like `train`, for a run that several tests of a module read and none changes. Each call has its own folder."""
 
-    def run(*arguments: object, real: bool = False) -> Path:
+    def run(*arguments: object, real: bool = False, shape: list[str] = TINY) -> Path:
         output_dir = tmp_path_factory.mktemp("shared") / "run"
         with mock.patch.dict(os.environ, CPU_ONLY):
-            run_training([*default_arguments(dataset_dir, output_dir, TINY), *arguments], real)
+            run_training([*default_arguments(dataset_dir, output_dir, shape), *arguments], real)
         return output_dir
 
     return run

@@ -58,7 +58,7 @@ def test_which_parameters_decay(optim, model_config):
     decays, pieces = {}, {}
     for group in optimizer.param_groups:
         decays |= {names[p]: group["weight_decay"] for p in group["params"]}
-        pieces |= {names[p]: number for p, number in zip(group["params"], group.get("num_matrices", ()), strict=False)}
+        pieces |= {names[p]: count for p, (count, _) in zip(group["params"], group.get("matrices", ()), strict=False)}
     matrices = {name for p, name in names.items() if p.dim() == 2}
     of_blocks = {name for name in matrices if ".h." in name or ".layers." in name}
     decaying = of_blocks if optim == "muon" else matrices
@@ -197,17 +197,25 @@ def orthogonalize_by_svd(matrix):
     return u @ iterate(s / s.norm()).diag() @ vh
 
 
-@pytest.mark.parametrize(("stack_values", "found_inf"), [(2**26, torch.tensor(0.0)), (1, None)])
-def test_muon_is_the_published_update(monkeypatch, stack_values, found_inf):
+@pytest.mark.parametrize(
+    ("model_config", "stack_values", "found_inf"),
+    [
+        (GPT2Config(**GPT2 | NARROW), 2**26, torch.tensor(0.0)),
+        (GPT2Config(**GPT2 | NARROW), 1, None),
+        (LLAMA, 1, None),
+    ],
+)
+def test_muon_is_the_published_update(monkeypatch, model_config, stack_values, found_inf):
     """Five steps of different rates equal a plain float64 loop over the matrices, in one stack per shape or in many.
 
     Nesterov momentum from 0.85 to 0.95 in 300 updates (modded-nanogpt), scale and weight decay of Moonlight (0.2 times
-    the root of the longer side), c_attn as three matrices, and NorMuon's factor for each index of the longer side.
+    the root of the longer side), c_attn as three matrices, and NorMuon's factor for each index of the longer side; of
+    a square matrix, for each output: a column of a Conv1D, a row of a Linear.
     """
     monkeypatch.setattr(muon, "STACK_VALUES", stack_values)
-    module, optimizer = build("muon", "--weight_decay", "0.5", **NARROW)
+    module, optimizer = build("muon", "--weight_decay", "0.5", model_config=model_config)
     optimizer.found_inf = found_inf
-    blocks = {name: p for name, p in module.named_parameters() if ".h." in name and p.dim() == 2}
+    blocks = {n: p for n, p in module.named_parameters() if (".h." in n or ".layers." in n) and p.dim() == 2}
     pieces = {name: 3 if "c_attn" in name else 1 for name in blocks}
     expected = {name: [m.double() for m in p.detach().chunk(pieces[name], 1)] for name, p in blocks.items()}
     momenta = {name: [torch.zeros_like(m) for m in matrices] for name, matrices in expected.items()}
@@ -224,13 +232,14 @@ def test_muon_is_the_published_update(monkeypatch, stack_values, found_inf):
                 weight, momentum = expected[name][i], momenta[name][i]
                 momentum.mul_(mu).add_(gradient)
                 update = orthogonalize_by_svd(mu * momentum + gradient)
-                dim = 0 if weight.shape[0] <= weight.shape[1] else 1
+                rows, columns = weight.shape
+                dim = 0 if rows < columns or rows == columns and model_config.model_type == "gpt2" else 1
                 neurons[name, i] = 0.95 * neurons[name, i] + 0.05 * update.square().mean(dim, keepdim=True)
                 normalized = update / neurons[name, i].sqrt()
                 update = 0.2 * max(weight.shape) ** 0.5 * normalized * update.norm() / normalized.norm()
                 weight -= rate * (update + 0.5 * weight)
         optimizer.step()
-    assert len(blocks) == 8
+    assert len(blocks) == (8 if model_config.model_type == "gpt2" else 14)
     for name, p in blocks.items():
         torch.testing.assert_close(p.detach().double(), torch.cat(expected[name], 1), rtol=0, atol=1e-5)
         assert optimizer.state[p]["step"] == 1001
