@@ -78,6 +78,8 @@ class Repository:
         if branch not in self.branches:
             raise Refused(404, f"Invalid rev id: {branch}", "RevisionNotFound")
         header, head = lines[0]["value"], self.branches[branch]
+        if header.get("parentCommit") not in (None, head):
+            raise Refused(412, "A commit has happened since. Please refresh and try again.")
         files = dict(self.commits[head].files)
         for key, value in ((line["key"], line["value"]) for line in lines[1:]):
             path = value["path"]

@@ -34,6 +34,7 @@ EVALUATION_NAME = "evaluation.json"  # written by scripts/evaluate_model.py
 SHOWN_SAMPLES = 3
 LM_EVAL = "https://github.com/EleutherAI/lm-evaluation-harness"
 NOT_SCORES = ("num_examples", "total_examples", "version")  # the other numbers of a task
+SIGNATURE = re.compile(r"^card_sha256: (\w+)\n", re.MULTILINE)  # in a card's metadata: the hash of the rest
 LOSSES = {"loss": "loss", "perplexity": "perplexity", "bits_per_byte": "bits per byte"}
 
 
@@ -51,7 +52,7 @@ def write_model_card(
 
     revision: branch of the Hub repository that holds this card, if it is not main. earlier: branches of earlier
     checkpoints, oldest first. resumable: the branch of the newest published training state. hub_options: replace
-    those of training_config.yaml.
+    those of training_config.yaml. If the card in `directory` is this run's and was edited, it stays.
     """
     directory = directory or run_dir
     directory.mkdir(parents=True, exist_ok=True)
@@ -65,7 +66,29 @@ def write_model_card(
     environment.filters |= {"plain": plain, "fence": fence, "number": number, "json": json.dumps, "repr": repr}
     environment.filters["machine"] = describe_machine
     text = environment.get_template("card.md.jinja").render(values)
-    ModelCard(re.sub(r"\n{3,}", "\n\n", text)).save(directory / CARD_NAME)
+    path = directory / CARD_NAME
+    before = path.read_text(encoding="utf-8") if path.is_file() else ""
+    path.write_text(sign(ModelCard(re.sub(r"\n{3,}", "\n\n", text)), before), encoding="utf-8")
+
+
+def sign(card: ModelCard, before: str) -> str:
+    """Return a card with the hash of itself, by which an edit shows; or the edited card before it, with new results.
+
+    The hash of an edited card never fits again, so it stays until somebody deletes the hash. Another run's does not.
+    """
+    signature = SIGNATURE.search(before)
+    if signature and signature[1] != short_hash(before):
+        edited = ModelCard(before, ignore_metadata_errors=True)
+        if edited.data.get("run_id") == card.data.get("run_id"):
+            for key in ("step", "model_name", "eval_results"):
+                edited.data[key] = card.data.get(key)
+            print(f"the edited {CARD_NAME} stays, with the results of step {card.data['step']:,}", flush=True)
+            return str(edited)
+    return str(card).replace("\n---\n", f"\ncard_sha256: {short_hash(str(card))}\n---\n", 1)
+
+
+def short_hash(text: str) -> str:
+    return hashlib.sha256(SIGNATURE.sub("", text, count=1).encode()).hexdigest()[:16]
 
 
 def collect_values(run_dir: Path, step: int, directory: Path, hub_options: dict[str, Any]) -> dict[str, Any]:

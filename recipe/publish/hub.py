@@ -9,6 +9,7 @@ import contextlib
 import re
 import shutil
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from huggingface_hub import (
     hf_hub_download,
     set_client_factory,
 )
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import disable_progress_bars, logging, validate_repo_id
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from yaml import YAMLError
@@ -143,22 +144,31 @@ class MainBranch(NamedTuple):
     step: int
     files: tuple[str, ...]  # that a model's upload would replace or delete
     is_private: bool
+    commit: str | None = None
+    card: str = ""
 
 
 def read_main(repo_id: str) -> MainBranch:
     info = HfApi().model_info(repo_id)
-    names, data = {file.rfilename for file in info.siblings or ()}, {}
+    names, data, text = {file.rfilename for file in info.siblings or ()}, {}, read_card(repo_id, info.sha)
     files = {name for name in names if name in WRITTEN_FILES + MODEL_FILES or name.endswith(WEIGHTS)}
-    if CARD_NAME in files:
-        path = hf_hub_download(repo_id, CARD_NAME, revision=info.sha)
-        with contextlib.suppress(ValueError, TypeError, AttributeError, YAMLError):  # front matter that is no mapping
-            card = ModelCard.load(path, ignore_metadata_errors=True)
-            data = card.data.to_dict()
-            if not card.text.strip():  # the Hub's own form makes a card of metadata alone
-                files.remove(CARD_NAME)
+    with contextlib.suppress(ValueError, TypeError, AttributeError, YAMLError):  # front matter that is no mapping
+        card = ModelCard(text, ignore_metadata_errors=True)
+        data = card.data.to_dict()
+        if not card.text.strip():  # the Hub's own form makes a card of metadata alone
+            files.discard(CARD_NAME)
     run_id, step = data.get("run_id"), data.get("step")
     run_id, step = run_id if isinstance(run_id, str) else None, step if isinstance(step, int) else 0
-    return MainBranch(run_id, step, tuple(sorted(files)), bool(info.private))
+    return MainBranch(run_id, step, tuple(sorted(files)), bool(info.private), info.sha, text)
+
+
+def read_card(repo_id: str, commit: str | None) -> str:
+    """Return the text of the card in a commit, or "" if there is none."""
+    try:
+        path = hf_hub_download(repo_id, CARD_NAME, revision=commit)
+    except EntryNotFoundError:
+        return ""
+    return Path(path).read_text(encoding="utf-8-sig", errors="replace")
 
 
 def decide_main(
@@ -221,11 +231,12 @@ def check_repo_id(repo_id: str) -> None:
         raise UserError(f"'{repo_id}' cannot be the name of a Hub repository; expected user/name")
 
 
-def list_branches(repo_id: str) -> list[str]:
-    return [ref.name for ref in HfApi().list_repo_refs(repo_id).branches]
+def list_branches(repo_id: str) -> dict[str, str]:
+    """Return the last commit of each branch."""
+    return {ref.name: ref.target_commit for ref in HfApi().list_repo_refs(repo_id).branches}
 
 
-def checkpoints_of(run_id: str | None, branches: list[str]) -> list[str]:
+def checkpoints_of(run_id: str | None, branches: Iterable[str]) -> list[str]:
     """Return the branches with checkpoints of a run (None: of any run), oldest first."""
     ending = "" if run_id is None else f"-{run_id[:ID_LENGTH]}"
     return sorted((name for name in branches if BRANCH.fullmatch(name) and name.endswith(ending)), key=branch_step)
@@ -255,7 +266,8 @@ def upload(
     """Upload and delete a staged folder. A checkpoint gets a branch; `decide_main` says whether main gets the model.
 
     final_step: as for `decide_main`. is_final: the folder holds the final model, which has no branch. Returns the
-    address. Raises `UserError` if the repository holds another run or model, and what the client raises.
+    address. Raises `UserError` if the repository holds another run or model, and what the client raises, also for a
+    branch that has changed since it was looked at: the next attempt sees what was edited.
     """
     assert config.hub_model_id is not None  # --push_to_hub requires it
     api, repo_id, message = HfApi(), config.hub_model_id, f"Step {step:,}"
@@ -271,6 +283,8 @@ def upload(
         branch = branch_name(step, num_tokens, run_id)
         stays = config.hub_strategy == "all_checkpoints"  # else the next checkpoint deletes this state
         resumable = branch if stays and (folder / OPTIMIZER_NAME).exists() else None
+        before = read_card(repo_id, branches[branch]) if branch in branches else ""
+        (folder / CARD_NAME).write_text(before, encoding="utf-8")
         write_model_card(output_dir, step, folder, revision=branch, resumable=resumable, **card)
         commit_branch(api, repo_id, folder, branch, branches, message)
         if config.hub_strategy == "checkpoint":
@@ -278,24 +292,24 @@ def upload(
         own = sorted({*own, branch}, key=branch_step)
     if decide_main(main_branch, run_id, step, final_step, config.hub_overwrite) == "published":
         resumable = own[-1] if own and publishes_training_state(config) else None
+        (folder / CARD_NAME).write_text(main_branch.card, encoding="utf-8")
         write_model_card(output_dir, step, folder, resumable=resumable, **card)
-        replaced = () if main_branch.run_id == run_id else main_branch.files
-        commit_files(api, repo_id, folder, WRITTEN_FILES + MODEL_FILES, MAIN, message, replaced)
+        gone = () if main_branch.run_id == run_id else main_branch.files
+        commit_files(api, repo_id, folder, WRITTEN_FILES + MODEL_FILES, MAIN, message, main_branch.commit, gone)
     shutil.rmtree(folder, ignore_errors=True)
     return str(url)
 
 
-def commit_branch(api: HfApi, repo_id: str, folder: Path, branch: str, branches: list[str], message: str) -> None:
+def commit_branch(api: HfApi, repo_id: str, folder: Path, branch: str, branches: dict[str, str], message: str) -> None:
     """Make a branch of a folder's files. A new branch appears complete; an existing one is replaced in one commit."""
     names, working = WRITTEN_FILES + MODEL_FILES + TRAINING_FILES, f"incomplete-{branch.rpartition('-')[2]}"
     if branch in branches:  # from an earlier attempt
-        commit_files(api, repo_id, folder, names, branch, message)
+        commit_files(api, repo_id, folder, names, branch, message, branches[branch])
     else:
         api.create_branch(repo_id, branch=working, exist_ok=True)  # it exists if an upload was killed
         commit = commit_files(api, repo_id, folder, names, working, message)
         api.create_branch(repo_id, branch=branch, revision=commit)
-        branches = [*branches, working]
-    if working in branches:
+    if branch not in branches or working in branches:
         api.delete_branch(repo_id, branch=working)
 
 
@@ -306,18 +320,20 @@ def commit_files(
     names: tuple[str, ...],
     revision: str,
     message: str,
+    parent: str | None = None,
     replaced: tuple[str, ...] = (),
 ) -> str:
     """Make a branch hold exactly the files of a folder that have these names, and none of `replaced`; others stay.
 
-    `upload_folder` could make several commits, between which a reader would see half of a checkpoint (2.4). Returns
-    the commit's id.
+    `upload_folder` could make several commits, between which a reader would see half of a checkpoint (2.4). The Hub
+    refuses the commit if `parent` is no longer the branch's last one. Returns the commit's id.
     """
     files = {path.name: path for path in (folder / name for name in names) if path.is_file()}
     gone = set(api.list_repo_files(repo_id, revision=revision)) & ({*names, *replaced} - files.keys())
     operations = [CommitOperationAdd(name, path) for name, path in files.items()]
     operations += [CommitOperationDelete(name) for name in sorted(gone)]
-    return api.create_commit(repo_id, operations, commit_message=message, revision=revision).oid
+    commit = api.create_commit(repo_id, operations, commit_message=message, revision=revision, parent_commit=parent)
+    return commit.oid
 
 
 def drop_older_states(api: HfApi, repo_id: str, older: list[str]) -> None:

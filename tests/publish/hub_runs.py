@@ -36,7 +36,8 @@ def steps_of(hub) -> list[str]:
 def put(hub, name: str, content: bytes = b"mine", branch: str = "main") -> None:
     """Put a file on a branch as Git does, unchecked."""
     repository = hub.repositories[REPO]
-    repository.commits[repository.resolve(branch)].files[name] = File(content, large=False)
+    files = repository.files(branch) | {name: File(content, large=False)}
+    repository.write_commit(branch, repository.branches[branch], "", files)
 
 
 def files_in(directory: Path) -> dict[str, bytes]:

@@ -159,6 +159,16 @@ def test_a_checkpoint_that_was_not_evaluated_has_no_score_of_its_own(run):
     assert "| loss |" not in text and results_of(text) == {}
 
 
+def test_an_edited_card_of_the_run_stays(run):
+    """With the results of the new step; the card of another run does not."""
+    (run / "README.md").write_text(read_card(run, 2) + "café\n")
+    for _ in range(2):
+        edited = read_card(run, 4)
+        assert edited.endswith("café\n") and "\nstep: 4\n" in edited and results_of(edited)
+    (run / "README.md").write_text(edited.replace("run_id: ", "run_id: b"))
+    assert "café" not in read_card(run, 4)
+
+
 def test_a_branch_is_loaded_and_resumed_by_its_name(run):
     branch = "step-000002-0.3k-3f9a1c"
     main = read_card(run, 4, earlier=[branch], resumable=branch)

@@ -5,10 +5,11 @@ import shutil
 
 import pytest
 from helpers import read_events
-from hub_runs import PUSH, REPO, SAVE, branches_of, open_uploads, put
+from hub_runs import BRANCHES, PUSH, REPO, SAVE, branches_of, open_uploads, put
 from huggingface_hub import HfApi
 
 from recipe.errors import UserError
+from recipe.publish import hub as hub_room
 from recipe.publish.hub import MainBranch, decide_main
 
 
@@ -83,6 +84,45 @@ def test_consent_replaces_all_files_of_another_model(run, hub):
     assert uploads.finish()  # of a checkpoint with its training state
     assert hub.files(REPO)["model.safetensors"] == (run / "checkpoint-4" / "model.safetensors").read_bytes()
     assert {*gone, "notes.txt"} & set(hub.files(REPO)) == {"notes.txt"}
+
+
+def edit_card(hub, branch: str = "main") -> None:
+    text = hub.files(REPO, branch)["README.md"].decode()
+    put(hub, "README.md", (text.replace("license: mit", "license: apache-2.0") + "My note\n").encode(), branch)
+
+
+def upload_step_2(run) -> None:
+    uploads = open_uploads(run, "--hub_license", "mit")
+    shutil.rmtree(run / ".hub" / "step-000004")
+    assert uploads.finish()
+
+
+@pytest.mark.parametrize("is_edited", [True, False])
+def test_an_upload_keeps_what_its_owner_edited_on_the_card(run, hub, capsys, is_edited):
+    """On main, and on a branch that is written again. Step and scores move on; other cards are written anew."""
+    upload_step_2(run)
+    for branch in ("main", BRANCHES[0]) if is_edited else ():
+        edit_card(hub, branch)
+    assert open_uploads(run, "--hub_license", "bsd").finish(4)
+    for branch, step in (("main", 4), (BRANCHES[0], 2)):
+        text = hub.files(REPO, branch)["README.md"].decode()
+        assert text.endswith("My note\n") == is_edited and f"\nstep: {step}\n" in text
+        assert ("license: apache-2.0" in text, "license: bsd" in text) == (is_edited, not is_edited)
+        assert ("model-index:" in text) == (step == 4)  # step 2 has not been evaluated
+    assert ("edited README.md" in capsys.readouterr().out) == is_edited
+
+
+def test_an_edit_during_an_upload_is_not_lost(run, hub, monkeypatch):
+    """Its commit is refused, and the next attempt sees the edit."""
+    upload_step_2(run)
+    commit_files, edits = hub_room.commit_files, ["main"]
+    monkeypatch.setattr(
+        hub_room, "commit_files", lambda *a: (edits and edit_card(hub, edits.pop()), commit_files(*a))[1]
+    )
+    assert open_uploads(run).finish(4)
+    text = hub.files(REPO)["README.md"].decode()
+    assert "My note" in text and "\nstep: 4\n" in text
+    assert hub.files(REPO)["model.safetensors"] == (run / "model.safetensors").read_bytes()
 
 
 def test_a_private_model_is_never_uploaded_to_a_public_repository(run, train, hub, tmp_path):
