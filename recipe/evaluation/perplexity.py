@@ -1,7 +1,7 @@
 """Loss, perplexity and bits per byte as a metric of Hugging Face's evaluate library. It downloads nothing."""
 
 import math
-from tempfile import gettempdir
+from tempfile import TemporaryDirectory
 
 import datasets
 import evaluate
@@ -17,8 +17,10 @@ class LanguageModelingMetric(evaluate.Metric):
     """
 
     def __init__(self) -> None:
-        # In memory. The cache is in the temporary folder, because the home folder may be read-only.
-        super().__init__(keep_in_memory=True, cache_dir=gettempdir())
+        # In memory. The library (0.4) creates a folder all the same: not at home, which may be read-only, and under no
+        # fixed name, which another user of the machine may own.
+        with TemporaryDirectory() as folder:
+            super().__init__(keep_in_memory=True, cache_dir=folder)
 
     def _info(self):
         return evaluate.MetricInfo(

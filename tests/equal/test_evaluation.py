@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import version
 from unittest import mock
 
@@ -135,12 +136,14 @@ def test_rows_are_as_long_as_in_the_models_run(train, evaluate, dataset, tmp_pat
     assert contexts == [16, 8, BLOCK_SIZE]
 
 
-def test_the_metric_of_the_evaluate_library_needs_no_home_folder(monkeypatch):
-    """The metric sums over all batches before it divides."""
+def test_the_metric_of_the_evaluate_library_leaves_no_folder(monkeypatch, tmp_path):
+    """Neither at home nor under a name that other users of the machine share. It sums over all batches."""
     monkeypatch.setattr(evaluate_library.config, "HF_METRICS_CACHE", "/proc/none")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     batches = {"predictions": [30.0, 10.0], "references": [15, 5]}
     result = LanguageModelingMetric().compute(**batches, text_nats=36.0, num_bytes=72)
     assert result == {"loss": 2.0, "perplexity": math.exp(2), "bits_per_byte": pytest.approx(0.5 / math.log(2))}
+    assert not list(tmp_path.iterdir())
 
 
 # ------------------------------------------------------------------ any text
