@@ -34,6 +34,7 @@ TOKENIZER_FILES = (
     *("tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json"),
 )
+PATH_KEYS = ("_path", "_file", "_dir")  # endings of keys of tokenizer_config.json: name_or_path, tokenizer_file
 
 
 def new_files(tokenizer: PreTrainedTokenizerFast, model_config: PreTrainedConfig) -> dict[str, bytes]:
@@ -82,9 +83,19 @@ def own_files(source: str | Path, names: tuple[str, ...] = (*TOKENIZER_FILES, GE
         if not folder.is_dir():
             options = {"allow_patterns": list(names), "local_files_only": only_cached(str(source))}
             folder = Path(snapshot_download(str(source), **options))
-        return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+        paths = [folder / name for name in names if (folder / name).is_file()]
+        return {path.name: path.read_bytes() for path in paths if _is_inside(path, folder)}
     except Exception as error:  # the Hub client and the file system raise various errors
         raise UserError(f"cannot read the tokenizer of '{source}': {short_reason(error)}") from error
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    """Return whether a file that is to be published lies in its folder, or where the Hub's cache keeps it."""
+    file, root = path.resolve(), folder.resolve()
+    is_cached = root.parent.name == "snapshots" and file.is_relative_to(root.parent.parent / "blobs")
+    if not (is_inside := is_cached or file.is_relative_to(root)):
+        print(f"warning: {path} is a link that leaves its folder, so it is skipped", flush=True)
+    return is_inside
 
 
 def hub_commit(model_id: str, revision: str | None = None) -> str:
@@ -105,7 +116,8 @@ def tuned_files(
     model. document_prefix, parse_special_tokens: how the text of the dataset was encoded.
     """
     files, notes = own_files(tokenizer_source, TOKENIZER_FILES) | own_files(source, (GENERATION,)), []
-    config = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
+    stored = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
+    config = {key: value for key, value in stored.items() if not key.endswith(PATH_KEYS)}
     changes = for_transformers_4(config)
     if parse_special_tokens:  # scoring reads it
         changes["split_special_tokens"] = False
@@ -120,7 +132,7 @@ def tuned_files(
         config = tokenizer.special_tokens_map | config  # the class may know some of them
         config.pop("auto_map", None)
         changes |= for_transformers_4(config | {"tokenizer_class": "TokenizersBackend"})
-    if changes:
+    if changes or config != stored:
         files[TOKENIZER_CONFIG] = as_json(config | changes)
     generation = json.loads(files.get(GENERATION, b"{}"))
     ends, end = list_ids(generation.get("eos_token_id")), tokenizer.eos_token_id

@@ -26,6 +26,7 @@ from recipe.data.tokenizer import train_tokenizer
 from recipe.evaluation.generation import generate_texts, load_model
 from recipe.evaluation.text import read_text
 from recipe.model.build import build_model, build_model_config
+from recipe.model.files import own_files
 
 SHORT = [*PLAIN, "--block_size", 16, "--global_batch_size", 4, "--eval_steps", 0, "--save_steps", 0]
 SHORT += ["--load_best_model_at_end", "false", "--max_steps", 1]
@@ -122,6 +123,26 @@ def test_a_model_of_the_hub_keeps_its_files(instruct, tune, hub, tmp_path):
         for copied in COPIED:
             assert (run / copied).read_bytes() == (instruct / copied).read_bytes()
     assert not list(tmp_path.rglob("model.gguf"))
+
+
+def test_a_link_is_followed_only_within_the_folder_or_the_cache_of_the_hub(tmp_path, capsys):
+    folder = tmp_path / "models--jo--a" / "snapshots" / "1f"
+    for path in (tmp_path / "id_rsa", folder / "deep" / "vocab.json", folder.parents[1] / "blobs" / "9e"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(path.name)
+    for name, target in (("chat_template.jinja", tmp_path / "id_rsa"), ("vocab.json", "deep/vocab.json")):
+        (folder / name).symlink_to(target)
+    (folder / "merges.txt").symlink_to("../../blobs/9e")
+    assert own_files(folder) == {"vocab.json": b"vocab.json", "merges.txt": b"9e"}
+    assert capsys.readouterr().out.count("chat_template.jinja is a link") == 1
+
+
+def test_no_path_of_its_authors_machine_is_exported(instruct, tune, tmp_path):
+    shutil.copytree(instruct, tmp_path / "model")
+    own = config_of(instruct, "tokenizer_config.json")
+    paths = dict.fromkeys(("name_or_path", "special_tokens_map_file", "tokenizer_file"), "/home/jo/secret")
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(own | paths))
+    assert config_of(tune(tmp_path / "model"), "tokenizer_config.json") == own
 
 
 # ------------------------------------------------------------------ where documents begin and end
