@@ -30,7 +30,7 @@ from recipe.config import (
     may_come_from_hub,
     require,
 )
-from recipe.errors import UserError, did_you_mean, one_line, short_reason
+from recipe.errors import UserError, did_you_mean, one_line, quote, short_reason
 from recipe.launcher import count_processes
 
 CONFIGS_DIR = Path(__file__).parent / "configs"
@@ -241,7 +241,7 @@ def read_yaml(name: str, value: Any, typed: Any) -> Any:
         return typed
     items = value if isinstance(value, list) and name in LISTS else [value]
     what = "a list of single values" if name in LISTS else "a single value"
-    require(all(isinstance(item, str) for item in items), f"{name} must be {what}, got {typed}")
+    require(all(isinstance(item, str) for item in items), f"{name} must be {what}, got {quote(typed)}")
     values = [read_value(name, str(item)) for item in items]
     return values if name in LISTS else values[0]
 

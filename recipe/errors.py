@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import reprlib
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -16,6 +17,9 @@ from recipe.launcher import forget_launcher, local_rank
 # A full disk, an exceeded quota, a read-only file system, missing permission.
 FIXABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 TURN_SECONDS = 0.5  # a launcher looks every 0.1 s whether a process has ended (torch 2.13)
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
+QUOTE = reprlib.Repr()
+QUOTE.maxlevel, QUOTE.maxdict, QUOTE.maxstring, QUOTE.maxother = 2, 8, 200, 200
 LOST_PEER = r"connection (was )?(likely )?(closed|reset|refused)|broken pipe|timed out|remote process exited"
 
 
@@ -76,7 +80,7 @@ def _report(error: Exception) -> str:
             Path(error_file).write_text(report)
     # One process per machine prints an error that all of them find: its launcher ends the others while they wait.
     time.sleep(TURN_SECONDS * local_rank())
-    return f"error: {error}"
+    return printable(f"error: {error}")
 
 
 def lost_a_process(error: RuntimeError) -> bool:
@@ -94,6 +98,16 @@ def did_you_mean(
     """Suggest the known name closest to a mistyped one, or `otherwise` if none is close."""
     nearest = difflib.get_close_matches(name.replace("-", "_").removeprefix("no_"), known, n=1, cutoff=0.75)
     return f"did you mean {prefix}{nearest[0]}?" if nearest else otherwise
+
+
+def printable(text: str) -> str:
+    """Return a text that cannot control a terminal, whatever is in a file name or in what a model says."""
+    return CONTROL.sub(" ", text)
+
+
+def quote(value: object) -> str:
+    """Return a value for a message. YAML makes millions of items of a few aliases: of a long value, the beginning."""
+    return QUOTE.repr(value)[:200]
 
 
 def one_line(error: object) -> str:

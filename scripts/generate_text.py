@@ -10,7 +10,6 @@ With --interactive, a model that has a chat template answers in a dialog. Only t
 
 import argparse
 import contextlib
-import functools
 import json
 import math
 import sys
@@ -23,7 +22,7 @@ from recipe.arguments import CommandLine, as_path  # first: it sets up OpenMP's 
 # isort: split
 from accelerate import PartialState
 
-from recipe.errors import UserError, run_main
+from recipe.errors import UserError, printable, run_main
 from recipe.evaluation.generation import Turns, generate_texts, load_model
 from recipe.hardware.devices import device_of
 
@@ -43,7 +42,11 @@ def main() -> None:
     options |= {"max_new_tokens": args.max_new_tokens, "num_samples": args.num_samples}
     device = device_of(PartialState())
     model, tokenizer = load_model(args.model_name_or_path, device, args.revision, args.trust_remote_code)
-    write = functools.partial(print, end="", flush=True)
+    show = printable if sys.stdout.isatty() else str  # a file or a pipe gets the text as it is
+
+    def write(text: str, end: str = "") -> None:
+        print(show(text), end=end, flush=True)
+
     options["stream"] = write if args.num_samples == 1 else None
     turns: Turns | None = [] if args.interactive and tokenizer.chat_template else None
     with open_output(args.output_file) as output:
@@ -57,7 +60,7 @@ def main() -> None:
                 write(head)
             seed = args.seed + index if args.interactive else args.seed  # a prompt typed again gets another text
             texts = [head + text for text in generate_texts(model, tokenizer, turns or prompt, seed=seed, **options)]
-            print("" if args.num_samples == 1 else f"\n{SEPARATOR}".join(texts), flush=True)
+            write("" if args.num_samples == 1 else f"\n{SEPARATOR}".join(texts), end="\n")
             if turns is not None:
                 turns.append({"role": "assistant", "content": texts[0]})
             if args.interactive:

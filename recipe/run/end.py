@@ -101,7 +101,7 @@ def finish_run(
         mark_resumable(False)
         for line in describe_end(log.run, state, evaluation):
             log.say_sentence(line)
-        print(closing_lines(log.run, summary, evaluation["sample"], state), flush=True)
+        log.say(closing_lines(log.run, summary, evaluation["sample"], state))
         log.list_failures()
         is_complete = uploads.finish(step, interrupted=lambda: signals.count > 0)
         log.end()

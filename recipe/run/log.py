@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from recipe.checkpoint import RunState
 from recipe.data.batches import TrainBatches
-from recipe.errors import UserError, plural, short_reason
+from recipe.errors import UserError, plural, printable, short_reason
 from recipe.hardware.devices import memory_bytes, peak_flops_per_second, peak_memory_bytes
 from recipe.hardware.memory import measure_total_bytes
 from recipe.metrics import (
@@ -96,7 +96,7 @@ class RunLog:
     def say(self, text: str) -> None:
         """Print above the progress bar."""
         if self.enabled:
-            (self.bar.write if self.bar else print)(text, file=sys.stdout)
+            (self.bar.write if self.bar else print)(printable(text), file=sys.stdout)
             sys.stdout.flush()
 
     def say_sentence(self, text: str) -> None:

@@ -18,6 +18,7 @@ from helpers import read_events, read_summary, read_weights
 from recipe.errors import LostProcessError, UserError, run_main
 from recipe.model.loss import LanguageModelingLoss
 from recipe.optim.guard import UpdateGuard
+from recipe.run.log import RunLog
 
 # ------------------------------------------------------------------ numbers that are not finite
 
@@ -143,3 +144,12 @@ def test_a_job_is_queued_again_if_that_helps(train, job_file, monkeypatch, saves
         train("--save_steps", 2 if has_saved else 0)
     assert seen == [has_saved]
     assert job_file.exists() == (has_saved and error in LOST)
+
+
+def test_no_line_of_a_run_controls_the_terminal(capsys):
+    """Names of files and samples may hold anything."""
+    text = "\x1b[2J\ta\n\x9b1mb\r"
+    RunLog.say(mock.Mock(enabled=True, bar=None), text)
+    with pytest.raises(SystemExit) as end:
+        run_main(mock.Mock(side_effect=UserError(text)))
+    assert capsys.readouterr().out == " [2J\ta\n 1mb \n" and end.value.code == "error:  [2J\ta\n 1mb "
