@@ -19,7 +19,7 @@ from huggingface_hub.utils.sha import sha_fileobj
 from recipe.charts import name_parts, save_loss_chart
 from recipe.config import DEFAULTS, STANDARD_LIBRARY, is_missing
 from recipe.environment import describe_machine
-from recipe.errors import short_reason
+from recipe.errors import printable, short_reason
 from recipe.metrics import (
     CARD_NAME,
     CURVE_NAME,
@@ -248,12 +248,11 @@ def plain(text: object) -> str:
 
 
 def fence(text: str) -> str:
-    """Return a code block that nothing in the text can end, without its control characters."""
+    """Return a code block that nothing in the text can end."""
     marks = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-    shown = "".join(c if c.isprintable() or c == "\n" else " " for c in text.expandtabs(4))
-    return f"{marks}text\n{shown}\n{marks}"
+    return f"{marks}text\n{printable(text.expandtabs(4))}\n{marks}"
 
 
-def number(value: float | None, style: str = ",") -> str:
+def number(value: object, style: str = ",") -> str:
     """Format a number; a missing one is a dash."""
-    return "-" if value is None else f"{value:{style}}"
+    return f"{value:{style}}" if isinstance(value, (int, float)) else "-"

@@ -6,6 +6,7 @@ with their prompt.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,23 @@ import yaml
 
 from recipe.config import (
     CONFIG_NAME,
+    HUB_ID,
     MISSING,
     NEEDED,
     OF_HUB,
     PUBLIC_OPTIONS,
     SCHEDULE_OPTIONS,
+    STANDARD_LIBRARY,
     marked,
 )
 from recipe.metrics import METRICS_NAME, read_events, without_nan
 
 REPEAT_TOLERANCE = 0.05  # nats: three standard deviations of the difference between two seeds, where they were largest
 
+SAMPLE = ("prompt", "text")
 PUBLIC_EVENTS = ("start", "train", "eval", "sample", "schedule", "end")
-# In these events, at any depth. Each value is a number, a version, a hash, a Hub id, or holds such values.
+# In these events, at any depth. Each value is a number, a version, a hash, a Hub id, or holds such values. A text is a
+# short printable line, because the log may be a stranger's.
 PUBLIC_KEYS = {
     *("event", "step", "run_id", "commit", "seed", "base_model_id", "flops_per_token"),
     *("mixed_precision", "precision_before", "dynamo_backend", "attn_implementation", "optim"),
@@ -40,19 +45,48 @@ PUBLIC_KEYS = {
     *("step_ms", "tokens_per_second", "mfu", "train_seconds", "skipped_steps", "share_waiting_for_data"),
     *("memory_bytes", "peak_memory_bytes", "train_loss"),
     *("perplexity", "bits_per_byte", "num_rows", "seconds", "mixture", "share"),
-    *("prompt", "text"),  # of a sample
+    *SAMPLE,
     "last_step",  # of the run; its final model may be of an earlier step
     *("changes", "global_batch_size", *SCHEDULE_OPTIONS),
 }
 
+NESTED = (
+    "data",
+    "splits",
+    "train",
+    "validation",
+    "environment",
+    "mixture",
+    "changes",
+    "lr_scheduler_kwargs",
+    "stages",
+)
+LINE = r".{1,200}"
+FORMS = {  # of texts that a card shows as code or in links
+    **dict.fromkeys(("run_id", "commit", "content_sha256", "tokenizer_sha256", "architecture"), r"[\w+]{1,64}"),
+    **dict.fromkeys(("base_model_id", "dataset_id", "tokenizer_id"), rf"{HUB_ID.pattern}|{STANDARD_LIBRARY}"),
+}
 
-def listed(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with public keys; a number that JSON does not have becomes None."""
-    public = {key: value for key, value in values.items() if key in PUBLIC_KEYS}
+
+def is_public(key: str, value: Any) -> bool:
+    """Return whether a key is listed, and its value can be shown."""
+    if key not in PUBLIC_KEYS or isinstance(value, (dict, list)) != (key in NESTED):
+        return False
+    if not isinstance(value, str) or key in SAMPLE:
+        return True
+    return value.isprintable() and re.fullmatch(FORMS.get(key, LINE), value) is not None
+
+
+def listed(values: Any) -> dict[str, Any]:
+    """Return the public values; a number that JSON does not have becomes None."""
+    public = {key: value for key, value in values.items() if is_public(key, value)} if isinstance(values, dict) else {}
     for key, value in public.items():
         if key == "mixture":  # its keys are names of folders
             public[key] = {f"dataset {number}": listed(part) for number, part in enumerate(value.values(), 1)}
-        elif isinstance(value, dict):
+        elif key == "changes":  # {option: [old, new]}
+            pairs = {name: pair for name, pair in value.items() if isinstance(pair, list)}
+            public[key] = {name: pair for name, pair in pairs.items() if all(is_public(name, each) for each in pair)}
+        elif isinstance(value, dict) and key != "lr_scheduler_kwargs":
             public[key] = listed(value)
         elif key == "stages":
             public[key] = [listed(stage) for stage in value]

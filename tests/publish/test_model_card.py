@@ -194,16 +194,26 @@ def outside_fences(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "evil", ["```\n# Heading", "````\n# Heading\n`````python", "---\n---", "<script>&amp;\n</details>", "| a |\n"]
+    "evil",
+    [
+        *("```\n# Heading", "````\n# Heading\n`````python", "---\n---", "<script>&amp;\n</details>", "| a |\n"),
+        *("![evil](https://evil.com/a.png)", ["# evil"], {"evil": "\n# evil"}),
+    ],
 )
-def test_no_sample_or_name_breaks_the_page(evil, run):
-    """What the model says, and names of the Hub, stay in their place: the page has the same headings and tables."""
+def test_no_sample_and_no_log_of_a_stranger_breaks_the_page(evil, run):
+    """What the model says stays in its place: the page has the same headings and tables. Other texts are dropped."""
+    changes = {"learning_rate": [0.1, evil], "lr_scheduler_type": evil, "# evil": [1, 2]}
 
     def spoil(event):
         if event["event"] == "start":
-            event["data"] |= {"tokenizer_id": evil, "dataset_id": "a/b", "dataset_config_name": evil}
+            event |= dict.fromkeys(("commit", "architecture", "base_model_id", "n_layer", "mixed_precision"), evil)
+            event["data"] |= dict.fromkeys(("content_sha256", "tokenizer_id"), evil)
+            event["data"] |= {"dataset_id": "a/b", "dataset_config_name": evil}
+            event["environment"] |= dict.fromkeys(("torch", "gpt2_recipe"), evil)
         if event["event"] == "sample":
-            event |= {"text": f"{evil}\n{evil}", "prompt": evil}
+            event |= {"text": f"{evil}\n{evil}", "prompt": str(evil)}
+        if event["step"] == 2:
+            event |= {"event": "schedule", "changes": changes}
 
     headings = [line for line in outside_fences(read_card(run, 4)) if line.startswith("#")]
     change_events(run, spoil)
@@ -212,6 +222,7 @@ def test_no_sample_or_name_breaks_the_page(evil, run):
     assert not any(re.search(r"(?<!\\)<", line.partition("`")[0]) or line == "---" for line in lines)
     for row in (line for line in lines if line.startswith("|")):
         assert len(re.findall(r"(?<!\\)\|", row)) in (4, 6), row
+    assert [line for line in lines if re.search(r"!\[evil|(?<!\\)# evil", line)] == []
 
 
 def test_scores_belong_to_the_weights_that_they_were_measured_with(run):
