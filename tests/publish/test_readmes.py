@@ -17,6 +17,11 @@ from accelerate.commands.launch import launch_command_parser
 from helpers import CPU_ONLY, ROOT, TINY, default_arguments, read_weights, run_script
 
 from recipe.command_line import CONFIGS_DIR, load_config
+from recipe.hardware.choices import Machine
+from recipe.hardware.gpus import load_gpu
+from recipe.hardware.memory import MemoryPlan, plan_memory
+from recipe.hardware.sharding import Sharding
+from recipe.model.build import build_model_config
 
 SKIPPED = {"runs", "tests", "build"}  # and hidden folders, such as those of environments
 FOLDERS = [path.parent.relative_to(ROOT) for path in ROOT.rglob("README.md")]
@@ -28,6 +33,12 @@ PROGRAM = r"(?:recipe|scripts)/[\w/]+\.py"
 TAKES_A_RUN = "sweep|plan_run"  # these programs accept the options of a run, too
 LAUNCHER = {name.lstrip("-") for action in launch_command_parser()._actions for name in action.option_strings}
 OTHER_OPTIONS = {"dist", "dry_run", "index_url", "max_iters", "outfile", "outtype", "task"}  # of other programs
+# A card that stands for each class of memory. An L4, A10 and A10G have less than other cards of 24 GB.
+CARDS = {"8 GB": "rtx3070", "12 GB": "rtx3060", "16 GB": "t4", "24 GB": "rtx4090", "40 GB": "a100-40gb"}
+CARDS |= {"80 GB": "a100-80gb", "141 GB": "h200", "10 to 16 GB": "rtx3080", "8 to 12 GB": "rtx3070"}
+# Metal recommends that a process use two thirds of 16 GB of unified memory, and three quarters of larger ones.
+OTHERS = {"Apple, 16 GB": ("mps", 16 * 2**30 * 2 / 3), "Apple, 64 GB": ("mps", 64 * 2**30 * 3 / 4)}
+OTHERS |= {"CPU, 32 GB": ("cpu", 32 * 2**30)}
 # Packages that prepare text and evaluate, which many GPU images lack. A packed dataset needs none of them.
 LACKING = ("datasets", "evaluate", "orjson", "xxhash", "gigatoken")
 
@@ -118,15 +129,64 @@ def test_what_is_shown_of_a_program_is_the_program():
         assert re.search(r"^(import|from) ", block, re.MULTILINE) or any(shown in source for source in sources), block
 
 
-def test_the_table_of_memory_classes_is_what_the_program_prints(capsys):
-    assert run_script("scripts/plan_run.py", "--table") == ""
-    table = capsys.readouterr().out.strip()
-    rows = [row for row in table.splitlines() if re.match(r"\| [^|]*\d GB", row)]
-    shown = [row for row in EVERYTHING.splitlines() if re.match(r"\| [^|]*\d GB", row)]
-    assert len(rows) == 12 + 3 and sorted(shown) == sorted(rows)
-    for row in rows:  # each plan fits its class
-        limit = float(re.search(r"(\d+) GB", row)[1]) * 2**30 / 1e9
-        assert all(float(found) < limit for found in re.findall(r"([\d.]+) GB", row.partition("GB")[2]))
+def read_rows(first_cell: str) -> list[list[str]]:
+    """Return the rows of all tables whose first cell matches, as cells."""
+    return [row[2:-2].split(" | ") for row in re.findall(rf"^\| {first_cell} \|.*", EVERYTHING, re.MULTILINE)]
+
+
+def plan(options: str, device: str, memory_bytes: float, num_devices: int = 1) -> MemoryPlan | None:
+    """Return the plan of a run with GPT-2's vocabulary, with what `auto` becomes on a device."""
+    precision, backend = {"cuda": ("bf16", "inductor"), "cpu": ("bf16", "inductor"), "mps": ("no", "no")}[device]
+    options += f" --dataset_dir x --mixed_precision {precision} --dynamo_backend {backend} --attn_implementation sdpa"
+    config = load_config(options.split())[0]
+    machine = Machine(device, num_devices, Sharding(num_devices) if num_devices > 1 else None)
+    return plan_memory(config, build_model_config(config, 50304, 0), machine, memory_bytes)
+
+
+def test_the_tables_of_memory_are_what_is_planned():
+    rows = read_rows(r"(?:\d+ x |Apple, |CPU, )?\d+ GB(?:, FSDP)?")
+    sizes = [row for row in rows if len(row) == 5]
+    assert len(sizes) == 7 + 5
+    for label, *cells in sizes:
+        device, memory_bytes = OTHERS.get(label) or (
+            "cuda",
+            load_gpu(CARDS[re.search(r"\d+ GB", label)[0]]).memory_bytes,
+        )
+        num_devices = 8 if label.endswith("FSDP") else 1
+        for size, cell in zip(("124m", "355m", "774m", "1558m"), cells, strict=True):
+            found, shown = plan(f"--config gpt2_{size}", device, memory_bytes, num_devices), "-"
+            if found:
+                letters = "C" * found.activation_checkpointing + "L" * (found.loss_chunks > 1)
+                shown = f"{f'{found.micro_batch_size} {letters}'.strip()}: {found.total_bytes / 1e9:.1f} GB"
+            assert cell == shown, (label, size)
+
+
+def test_the_models_that_fit_smaller_cards_do():
+    rows = [row for row in read_rows(r"[^|]*\d GB") if len(row) == 4]
+    assert len(rows) == 3
+    for label, shape, micro_batch, memory in rows:
+        layers, width, length = map(int, re.findall(r"\d+", shape))
+        options = f"--config gpt2_124m --config_overrides n_layer={layers},n_head={width // 64},n_embd={width}"
+        found = plan(f"{options} --block_size {length}", "cuda", load_gpu(CARDS[label]).memory_bytes)
+        assert micro_batch == f"{found.micro_batch_size} x {512 // found.micro_batch_size}"
+        assert memory == f"{found.total_bytes / 1e9:.1f} GB"
+
+
+def test_memory_and_flops_of_attention_are_those_computed_by_hand():
+    """In bf16, plain attention keeps 6 bytes per score, next to which flash attention's memory does not grow."""
+    rows = [
+        [float(cell.rstrip(" GB%").replace(",", "")) for cell in row] for row in read_rows(r"[\d,]+") if len(row) == 6
+    ]
+    assert [row[0] for row in rows] == [512, 1024, 2048, 4096, 8192]
+    for tokens, num_rows, flash, plain, share, flops in rows:
+        options = f"--block_size {tokens:.0f} --per_device_train_batch_size {num_rows:.0f}"
+        options += " --loss_chunks 1 --activation_checkpointing false"
+        found = plan(f"--config gpt2_124m {options}", "cuda", 1e12)
+        attention = 12 * 12 * 768 * tokens
+        assert flash == pytest.approx(found.total_bytes / 1e9, abs=0.06)
+        assert plain - flash == pytest.approx(6 * 12 * 12 * 8192 * tokens / 1e9, abs=0.11)
+        assert flops == pytest.approx(100 * attention / (attention + 6 * 123_689_472), abs=1)
+        assert share == pytest.approx(100 * (1 - flash / plain), abs=1)
 
 
 def test_the_examples_of_changes_apply_and_train(tmp_path, tokenizer_dir):
