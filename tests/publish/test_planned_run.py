@@ -5,13 +5,16 @@ import subprocess
 from unittest import mock
 
 import pytest
+import torch
 from helpers import ROOT, load_program, run_script
+from transformers import Qwen3Config
 
-from recipe.command_line import load_config
 from recipe.errors import UserError
 from recipe.hardware.gpus import GPUS, find_gpu, load_gpu
 
 SCRIPT = "scripts/plan_run.py"
+MEASURED = {"num_processes": 1, "mixed_precision": "no", "dynamo_backend": "no", "peak_memory_bytes": 0}
+MEASURED |= {"per_device_train_batch_size": 1}
 
 
 @pytest.mark.parametrize(
@@ -40,7 +43,7 @@ def test_gpus_are_found_in_any_case_and_with_either_separator():
 
 def test_time_and_cost_are_those_computed_by_hand(capsys):
     """124M: 6 N + 12 L d T FLOPs per token, N without the 1,024 positions, at 50% of 8 x 989 TFLOP/s and $3."""
-    arguments = ["--gpu", "h100", "--num_gpus", "8", "--mfu", "0.5", "--price_per_hour", "3"]
+    arguments = ["--config", "gpt2_124m", "--gpu", "h100", "--num_gpus", "8", "--mfu", "0.5", "--price_per_hour", "3"]
     flops = 6 * (124_475_904 - 1024 * 768) + 12 * 12 * 768 * 1024
     hours = 19073 * 524_288 * flops / (0.5 * 8 * 989e12) / 3600
     assert run_script(SCRIPT, *arguments) == ""
@@ -55,7 +58,7 @@ def test_time_and_cost_are_those_computed_by_hand(capsys):
     ):
         assert expected in text
     labels = [line.split()[-1] for line in text.splitlines()[:-1]]
-    assert labels.count("estimated") == 6 and labels.count("exact") == 5
+    assert [labels.count(word) for word in ("estimated", "exact", "assumed")] == [6, 2, 3]
     assert max(map(len, text.splitlines())) <= 90
     assert run_script(SCRIPT, *arguments, "--json") == ""
     found = json.loads(capsys.readouterr().out)
@@ -65,21 +68,49 @@ def test_time_and_cost_are_those_computed_by_hand(capsys):
 
 
 @pytest.fixture
+def plan(capsys):
+    """Return the plan that the options of a command line make, for an H100."""
+
+    def run(options: str) -> dict:
+        assert run_script(SCRIPT, "--gpu", "h100", "--json", *options.split()) == ""
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def test_the_vocabulary_is_the_models_or_the_datasets(plan, dataset_dir, tmp_path):
+    """Qwen3 0.6B has 596,049,920 parameters; the dataset's 500 tokens are padded to 512 rows of 768 values."""
+    shape = {"hidden_size": 1024, "num_hidden_layers": 28, "intermediate_size": 3072, "head_dim": 128}
+    shape |= {"num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": True}
+    Qwen3Config(vocab_size=151_936, **shape).save_pretrained(tmp_path)
+    assert plan(f"--model_name_or_path {tmp_path}")["parameters"] == 596_049_920
+    assert plan(f"--config gpt2_124m --dataset_dir {dataset_dir}")["parameters"] == 124_475_904 - (50304 - 512) * 768
+
+
+def test_no_rate_is_known_for_fp32(plan):
+    known, unknown = (plan(f"--config gpt2_124m --mixed_precision {name}") for name in ("bf16", "no"))
+    assert known["step_ms"] and known["gpu_hours"] and unknown["step_ms"] is unknown["gpu_hours"] is None
+
+
+def test_the_default_recipe_is_that_of_training(plan):
+    """The demo has a million parameters, and its length depends on the machine."""
+    assert plan("")["parameters"] == 1_088_256 and plan("")["tokens"] is None
+
+
+def test_typed_options_of_the_run_are_kept(plan):
+    found = plan("--config gpt2_124m --per_device_train_batch_size 4 --activation_checkpointing")
+    assert (found["micro_batch"], found["options"]) == (4, ["--activation_checkpointing"])
+
+
+def test_a_gpu_without_bf16_is_planned_in_fp16(plan):
+    parts = [plan(f"--gpu t4 {options}")["parts"] for options in ("", "--fp16", "--mixed_precision no")]
+    assert parts[0] == parts[1] != parts[2]
+
+
+@pytest.fixture
 def program(monkeypatch):
     monkeypatch.delenv("HF_TOKEN", raising=False)
     return load_program(SCRIPT)
-
-
-def test_typed_options_of_the_run_are_kept(program):
-    run = program.load_run("gpt2_124m", ["--per_device_train_batch_size", "4", "--activation_checkpointing"])
-    plan = program.plan_gpu(*run, "a100-80gb")
-    assert (plan.micro_batch_size, plan.activation_checkpointing) == (4, True)
-
-
-def test_a_gpu_without_bf16_is_planned_in_fp16(program):
-    typed = ([], ["--mixed_precision", "fp16"], ["--mixed_precision", "no"])
-    plans = [program.plan_gpu(*program.load_run("gpt2_124m", options), "t4") for options in typed]
-    assert plans[0] == plans[1] != plans[2]
 
 
 # ---------------------------------------------------------------- this machine
@@ -89,9 +120,20 @@ def test_ten_steps_take_minutes_on_a_cpu(program, monkeypatch):
     """GPT-2 124M with its half a million tokens per step would take days; two rows of 1,024 do not."""
     saved = mock.Mock(side_effect=UserError("saved"))
     monkeypatch.setattr(program, "write_config", saved)
+    planned = program.load_run("gpt2_124m", ["--config", "gpt2_124m"])
     with pytest.raises(UserError, match="saved"):
-        program.measure_steps(None, program.load_run("gpt2_124m", [])[0], "no")
+        program.measure_steps([], planned)
     assert saved.call_args.args[0].global_batch_size == 2 and saved.call_args.args[0].max_steps == 10
+    text = program.describe_measured(planned.config, MEASURED | {"tokens_per_second": 1, "num_rows": 2})
+    assert {"2", "512"} <= {*text.split()}
+
+
+@pytest.mark.parametrize(("options", "expected"), [("", 4), ("--num_gpus 2", 2), ("--gpu t4", 1)])
+def test_the_plan_is_for_all_gpus_of_the_machine(program, monkeypatch, options, expected):
+    monkeypatch.setattr(program, "find_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr("sys.argv", [SCRIPT, *options.split()])
+    assert program.parse()[0].num_gpus == expected
 
 
 def test_ten_real_steps_are_extrapolated_and_leave_nothing(dataset_dir, tmp_path, monkeypatch, capsys):
@@ -106,7 +148,7 @@ def test_ten_real_steps_are_extrapolated_and_leave_nothing(dataset_dir, tmp_path
     assert run_script(SCRIPT, "--measure", *launcher, *options.split()) == ""
     found = capsys.readouterr().out
     measured = found.splitlines()[-1]
-    assert found.count("ok ") == 6 and "FAILED" not in found and "128,000 in 1,000 steps" in found
+    assert found.count("ok ") == 7 and "FAILED" not in found and "128,000 in 1,000 steps" in found
     speed = float(measured.split(" tokens/s")[0].split()[-1].replace(",", ""))
     assert f"{1000 * 4 * 32 / speed / 3600:,.2f} hours for 1,000 steps" in measured
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
@@ -115,11 +157,11 @@ def test_ten_real_steps_are_extrapolated_and_leave_nothing(dataset_dir, tmp_path
 def test_a_failed_check_is_the_exit_status(program, monkeypatch, capsys):
     """The other checks still run, and the run is planned."""
     monkeypatch.setattr(program, "check_compiler", mock.Mock(side_effect=RuntimeError("g++ is broken")))
-    monkeypatch.setattr("sys.argv", [SCRIPT])
+    monkeypatch.setattr("sys.argv", [SCRIPT, "--config", "gpt2_124m"])
     with pytest.raises(UserError, match="1"):
         program.main()
     found = capsys.readouterr().out
-    assert "g++ is broken" in found and found.count("FAILED ") == 1 and found.count("ok ") == 5
+    assert "g++ is broken" in found and found.count("FAILED ") == 1 and found.count("ok ") == 6
     assert "124,475,904 with the padded vocabulary" in found
 
 
@@ -143,4 +185,4 @@ def test_a_run_that_fails_is_quoted_without_the_launchers_traceback(program, mon
     failed = subprocess.CompletedProcess([], 1, "", "error: there is no dataset x\nTraceback\nCalledProcessError\n")
     monkeypatch.setattr("subprocess.run", lambda *_, **__: failed)
     with pytest.raises(UserError, match="error: there is no dataset x$"):
-        program.measure_steps(None, load_config([])[0], "no")
+        program.measure_steps([], program.load_run(None, []))
