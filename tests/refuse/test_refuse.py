@@ -255,6 +255,9 @@ SCRIPTS = [
     (f"{PLAN} --gpu t4 --num-gpus 0", "num_gpus 0"),  # with hyphens, as all programs
     (f"{PLAN} --gpu t4 --mfu 40", "mfu 1, 40"),
     (f"{PLAN} --gpu t4 --measure", "--gpu"),
+    (f"{PLAN} --minutes 1 --max_steps 5", "--minutes --max_steps"),
+    (f"{PLAN} --minutes 1 --config gpt2_124m --dataset_dir data", "--minutes muon,"),
+    (f"{PLAN} --minutes 1 --config gpt2_124m_fast", "--dataset_dir"),
     (f"{PLAN} --gpu h100 --config gpt2_124m --num_gpus 3", "global_batch_size 512 3"),
     (f"{PLAN} --gpu rtx3060 --config gpt2_1558m", "12.5"),
     (f"{PLAN} --gpu h100 --price_per_hour 2", "--max_steps"),
