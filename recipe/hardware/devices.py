@@ -82,6 +82,12 @@ def has_bf16_units(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
+def rounds_products(device: torch.device) -> bool:
+    """Try whether products of fp32 matrices lose digits, as the matmul precision allows. A T4 has no TF32 units."""
+    ones = torch.ones(256, 256, device=device)  # 1 + 2**-12 has more digits than TF32 and bf16
+    return bool(((ones + 2**-12) @ ones == 256).any())
+
+
 def peak_flops_per_second(device: torch.device) -> float | None:
     """Return the device's data-sheet rate for MFU, or None if it is unknown."""
     if device.type != "cuda":

@@ -8,7 +8,7 @@ from recipe.checkpoint import RunState
 from recipe.environment import describe_device
 from recipe.errors import plural
 from recipe.hardware.choices import ONE_PER_CPU, in_words
-from recipe.hardware.devices import why_no_flash
+from recipe.hardware.devices import rounds_products, why_no_flash
 from recipe.metrics import count_stage_tokens
 from recipe.model.size import count_heads, find_odd_size
 from recipe.optim.schedule import describe_jump
@@ -72,7 +72,7 @@ def start_table(
         for label, choice in run.choices.items()
         if choice.reason != ONE_PER_CPU
     }
-    if device.type == "cuda" and config.matmul_precision != "highest":
+    if device.type == "cuda" and rounds_products(device):
         shown["precision"] += f"; {'TF32' if config.matmul_precision == 'high' else 'bf16'} for fp32 matmuls"
     if device.type == "cuda" and config.attn_implementation == "sdpa":
         shapes = *count_heads(run.model.config), config.block_size

@@ -3,7 +3,17 @@
 import json
 
 import pytest
-from helpers import CPU_ONLY, ROOT, TINY, default_arguments, launch, make_documents, read_events, run_script
+from helpers import (
+    CPU_ONLY,
+    ROOT,
+    TINY,
+    default_arguments,
+    launch,
+    make_documents,
+    read_events,
+    run_script,
+    write_task,
+)
 
 from recipe.errors import UserError
 
@@ -17,9 +27,7 @@ def evaluation(tmp_path_factory, dataset_dir):
     """The command line of an evaluation of which each process gets some windows, rows and examples."""
     folder = tmp_path_factory.mktemp("evaluation")
     (folder / "a.txt").write_text("".join(make_documents(30)), encoding="utf-8")
-    lambada = (ROOT / "tests" / "lambada_sample.jsonl").read_text()
-    (folder / "lambada.jsonl").write_text(lambada * 4)  # a process gets 32 at a time
-    data = f"--text_file {folder}/a.txt --dataset_dir {dataset_dir} --tasks lambada={folder}/lambada.jsonl"
+    data = f"--text_file {folder}/a.txt --dataset_dir {dataset_dir} --tasks {write_task(folder, 'lambada_openai')}"
     return f"{ROOT}/scripts/evaluate_model.py {data} --batch_size 1"
 
 
@@ -56,7 +64,7 @@ def test_two_processes_divide_an_evaluation(two_processes, evaluation, tmp_path)
     assert (one["num_processes"], two["num_processes"]) == (1, 2)
     for expected, found in [
         *zip(one["texts"], two["texts"], strict=True),
-        (one["tasks"]["lambada"], two["tasks"]["lambada"]),
+        (one["tasks"]["own_lambada"], two["tasks"]["own_lambada"]),
     ]:
         assert expected.keys() == found.keys()
         numbers = {

@@ -204,6 +204,9 @@ def test_the_examples_of_changes_apply_and_train(tmp_path, tokenizer_dir):
             content = (tmp_path / path).read_text()
             assert content.count(before) == 1, path
             (tmp_path / path).write_text(content.replace(before, after))
+        for name in re.findall(r"^\+import recipe\.(\w+)", diff, re.MULTILINE):  # the block above it
+            (module,) = [block for block in blocks("python") if f'"{name}"' in block]
+            (tmp_path / "recipe" / f"{name}.py").write_text(module)
         for name in re.findall(r'torch\.load\("(.*?)"', diff):
             torch.save(torch.randint(0, 400, (200, 33)), tmp_path / name)
     options += [*TINY, "--max_steps", "2", "--tokenizer_name", str(tokenizer_dir), "--eval_steps", "0"]

@@ -278,7 +278,6 @@ MEANINGS = [  # option, as it is typed, as it stands in a recipe (None: the same
     ("output_dir", "a~/$USER", None, "a~/$USER"),
     ("output_dir", "~jo/a", None, "~jo/a"),
     ("train_file", "~/*.txt $HOME/b", "[~/*.txt, $HOME/b]", ["/home/jo/*.txt", "/home/jo/b"]),
-    ("eval_tasks", "hellaswag=~/a,lambada=$HOME/b", None, ["hellaswag=/home/jo/a,lambada=/home/jo/b"]),
     ("hub_private_repo", "false", None, False),
     # A value that begins with a dash is never read as an option.
     ("sample_prompt", "-hello", None, "-hello"),

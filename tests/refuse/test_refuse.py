@@ -58,8 +58,7 @@ OPTIONS = [  # of recipe/train.py -> what the answer names
     ("--config gpt3", "'gpt3' gpt2_124m"),
     ("--config gone.yaml", "'gone.yaml'"),
     (f"{RESUME} True", f"{RESUME} auto"),
-    ("--eval_tasks hellaswog", "'hellaswog' hellaswag"),
-    ("--eval_tasks lambada,lambada", "lambada"),
+    ("--eval_tasks hellaswag", "scripts/evaluate_model.py"),
     ("--report_to tracki", "'tracki' trackio"),
     ("--report_to aim", "aim --report_to"),  # which is not installed
     ("--expected_loss value=3.2,tolerance=0.1", "expected_loss value, tolerance, tokens, dataset, source"),
@@ -231,9 +230,11 @@ SCRIPTS = [
     (f"{EVALUATE} small --text_file a.txt --output_file rows.jsonl", "rows.jsonl --output_file"),
     (f"{EVALUATE} small --dataset_dir gone", "gone"),
     (f"{EVALUATE} grown --dataset_dir data", "data tokenizer"),
-    (f"{EVALUATE} small --tasks lambda", "'lambda' lambada?"),
-    (f"{EVALUATE} small --tasks hellaswag=rows.jsonl", "rows.jsonl activity_label, ctx_a, ctx_b, endings, label"),
-    (f"{EVALUATE} small --tasks hellaswag", "Rowan/hellaswag"),
+    (f"{EVALUATE} small --tasks hellaswog", "'hellaswog' hellaswag?"),
+    (f"{EVALUATE} small --tasks hellaswag=rows.jsonl", "task.yaml"),
+    (f"{EVALUATE} small --tasks lambada_openai,hellaswag", "hellaswag lambada_openai"),  # which cannot be downloaded
+    (f"{EVALUATE} small --tasks rows.yaml", "rows.yaml"),
+    (f"{EVALUATE} small --checkpoints --text_file a.txt", "small"),
     # --- exports
     (f"{EXPORT} small", "--quantize --prune"),
     (f"{EXPORT} small --prune 1", "--prune 0 1"),

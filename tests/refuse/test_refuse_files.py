@@ -75,27 +75,6 @@ def test_texts_that_make_no_dataset(name, content, options, names):
     check_refusal(f"{PREPARE} {name} {options} --validation_split_percentage 50", names)
 
 
-HELLASWAG = '{"activity_label": "A", "ctx_a": "a", "ctx_b": "b", "endings": ["c", "d"], "label": %s}'
-
-
-@pytest.mark.parametrize(
-    ("task", "content", "names"),
-    [
-        ("lambada", rows("text", "a b") + rows("texts", "a"), "row 2 lambada text"),
-        ("lambada", "not json", "row 1"),
-        ("lambada", "\n", "empty"),
-        ("hellaswag", HELLASWAG % '""', "row 1 hellaswag label"),
-        ("hellaswag", HELLASWAG % "2", "row 1 hellaswag label"),
-        ("hellaswag", None, ""),
-    ],
-)
-def test_files_that_are_no_task_stop_a_run_before_its_text_is_prepared(folder, task, content, names):
-    file = folder / "task.jsonl"
-    if content is not None:
-        file.write_text(content)
-    check_refusal(f"recipe/train.py --dataset_dir not_looked_at --eval_tasks {task}={file}", f"{file} {names}")
-
-
 # ------------------------------------------------------------------ recipes
 
 RECIPES = [  # content -> what the answer names
@@ -135,7 +114,7 @@ HARMLESS = {  # what every published recipe may hold, and what a run understands
     "expected_loss": {"value": 3.0, "tolerance": 0.1, "tokens": 100, "dataset": "jo/corpus", "source": "three seeds"},
 }
 PRIVATE = {
-    *("output_dir", "run_name", "cache_dir", "eval_tasks", "resume_from_checkpoint", "report_to", "profile"),
+    *("output_dir", "run_name", "cache_dir", "resume_from_checkpoint", "report_to", "profile"),
     *("sample_prompt", "push_to_hub", "hub_model_id", "hub_strategy", "hub_overwrite", "hub_private_repo"),
     *("hub_license", "hub_language"),
 }
