@@ -15,13 +15,13 @@ from recipe.arguments import CommandLine, as_path  # first: it sets up OpenMP's 
 # isort: split
 from accelerate import PartialState
 
-from recipe.checkpoint import STATE_NAME, list_checkpoints
+from recipe.checkpoint import STATE_NAME, checkpoint_step, list_checkpoints
 from recipe.config import CONFIG_NAME
 from recipe.data.packed import open_packed_dataset
 from recipe.environment import describe_environment
 from recipe.errors import UserError, run_main
 from recipe.evaluation.generation import load_model
-from recipe.evaluation.report import describe_results, draw_scores, read_results, save_results
+from recipe.evaluation.report import append_evaluation, describe_results, draw_scores, read_evaluations
 from recipe.evaluation.scoring import CPU_TOKENS, GPU_TOKENS
 from recipe.evaluation.tasks import check_tasks, score_tasks
 from recipe.evaluation.text import LONGEST_CONTEXT, choose_context, evaluate_dataset, evaluate_text, read_text
@@ -68,6 +68,8 @@ def parse_arguments() -> argparse.Namespace:
         raise UserError("nothing to evaluate; pass --dataset_dir, --text_file or --tasks")
     if args.output_file is not None and (args.output_file.is_dir() or not args.output_file.parent.is_dir()):
         raise UserError(f"cannot write {args.output_file}: pass a file in an existing folder as --output_file")
+    if args.output_file is not None:
+        read_evaluations(args.output_file)  # raises for another file
     if args.checkpoints and not list_checkpoints(Path(args.model)):
         raise UserError(f"there are no checkpoints in {args.model}; pass the folder of a run")
     if args.checkpoints and args.output_file:
@@ -82,29 +84,26 @@ def main() -> None:
     state = PartialState()
     use_all_cores(state)
     on_main_process(lambda: check_tasks(args.tasks))
-    models = map(str, list_checkpoints(Path(args.model))) if args.checkpoints else [args.model]
-    for model in models:
-        evaluate(args, model, state)
-    if args.checkpoints and state.is_main_process:
-        print(f"drawn to {draw_scores(Path(args.model))}")
+    if args.checkpoints:
+        run_dir = Path(args.model).absolute()
+        found = {checkpoint_step(path): evaluate(args, str(path), state) for path in list_checkpoints(run_dir)}
+        if state.is_main_process:
+            draw_scores(found, run_dir.name, run_dir / "scores.png")
+            print(f"drawn to {run_dir / 'scores.png'}")
+    else:
+        evaluate(args, args.model, state)
     on_main_process(lambda: None)  # no process ends while another still needs it
     state.destroy_process_group()
 
 
-def evaluate(args: argparse.Namespace, source: str, state: PartialState) -> None:
-    """Evaluate a model, print the results, and write them to a file."""
+def evaluate(args: argparse.Namespace, source: str, state: PartialState) -> dict[str, Any]:
+    """Evaluate a model, print the results, append them to a file, and return them."""
     device = device_of(state)
     model, tokenizer = load_model(source, device, args.revision, args.trust_remote_code)
     context, row_length, rule = choose_context(source, model.config.max_position_embeddings, args.context)
-    # A model card and the next evaluation recognize the model by these.
-    commit = None if Path(source).is_dir() else hub_commit(source, args.revision)
-    identity = {"weights_sha256": weights_sha256(Path(source)), "commit": commit}
     # Only in the folder of a model of this recipe, whose card shows the scores; other folders stay as they are.
     is_own = any((Path(source) / name).is_file() for name in (CONFIG_NAME, STATE_NAME))
     output_file = args.output_file or (Path(source) / EVALUATION_NAME if is_own else None)
-    earlier = read_results(output_file, identity) if output_file and output_file.is_file() else None
-    if args.output_file and args.output_file.is_file() and earlier is None:
-        raise UserError(f"{args.output_file} does not hold scores of this model; pass another --output_file")
     # Half: every token sees half of the context or more, at twice the cost of windows that do not overlap.
     stride = max(1, context // 2) if args.stride is None else args.stride
     if not 1 <= stride <= context:
@@ -123,7 +122,8 @@ def evaluate(args: argparse.Namespace, source: str, state: PartialState) -> None
     results: dict[str, Any] = {
         "model": Path(source).absolute().name if Path(source).is_dir() else source,
         "revision": args.revision,
-        **identity,
+        "commit": None if Path(source).is_dir() else hub_commit(source, args.revision),
+        "weights_sha256": weights_sha256(Path(source)),  # by which a model card knows them
         "num_parameters": model.num_parameters(),
         "texts": scores_of_texts,
         "tasks": {},
@@ -140,10 +140,11 @@ def evaluate(args: argparse.Namespace, source: str, state: PartialState) -> None
         print(describe_results(results))
         try:
             if output_file is not None:
-                save_results(results, earlier, output_file)
+                append_evaluation(results, output_file)
                 print(f"\nwritten to {output_file}")
         except OSError as error:  # the results are on the screen
             print(f"\nwarning: could not write {output_file}: {error.strerror}; pass --output_file")
+    return results
 
 
 if __name__ == "__main__":

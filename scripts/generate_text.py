@@ -2,7 +2,7 @@
 
 python scripts/generate_text.py --model runs/demo --prompt "import "
 python scripts/generate_text.py --model runs/demo --interactive
-python scripts/generate_text.py --model runs/demo --prompts_file prompts.txt --output_file texts.jsonl
+python scripts/generate_text.py --model runs/demo --interactive < prompts.txt
 
 One text appears as it is written; with --num_samples, the texts of a prompt appear together when all are complete.
 With --interactive, a model that has a chat template answers in a dialog. Only text goes to stdout.
@@ -10,11 +10,9 @@ With --interactive, a model that has a chat template answers in a dialog. Only t
 
 import argparse
 import contextlib
-import json
 import math
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from recipe.arguments import CommandLine, as_path  # first: it sets up OpenMP's threads, before torch is loaded
@@ -26,14 +24,13 @@ from recipe.errors import UserError, printable, run_main
 from recipe.evaluation.generation import Turns, generate_texts, load_model
 from recipe.hardware.devices import device_of
 
-SEPARATOR = "\n---\n\n"
+SEPARATOR = "\n\n---\n\n"
 # Options of `generate` that it does not check itself, and their ranges. Beyond, scores overflow, or are all the same.
 SAMPLING = {"temperature": (1e-4, 1e4), "repetition_penalty": (1e-4, 1e4), "top_p": (0, 1), "top_k": (0, math.inf)}
 
 
 def main() -> None:
     args = parse()
-    prompts = ask() if args.interactive else read_prompts(args.prompts_file) if args.prompts_file else [args.prompt]
     options: dict[str, Any] = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
     if options.get("temperature") == 0:
         options |= {"do_sample": False, **dict.fromkeys(("temperature", "top_k", "top_p"))}
@@ -43,31 +40,22 @@ def main() -> None:
     device = device_of(PartialState())
     model, tokenizer = load_model(args.model_name_or_path, device, args.revision, args.trust_remote_code)
     show = printable if sys.stdout.isatty() else str  # a file or a pipe gets the text as it is
-
-    def write(text: str, end: str = "") -> None:
-        print(show(text), end=end, flush=True)
-
-    options["stream"] = write if args.num_samples == 1 else None
+    if args.num_samples == 1:
+        options["stream"] = lambda text: print(show(text), end="", flush=True)
     turns: Turns | None = [] if args.interactive and tokenizer.chat_template else None
-    with open_output(args.output_file) as output:
-        for index, prompt in enumerate(prompts):
-            head = prompt if turns is None else ""  # an answer does not begin with the question
-            if turns is not None:
-                turns.append({"role": "user", "content": prompt})
-            if index > 0 and not args.interactive:
-                write(SEPARATOR)
-            if args.num_samples == 1:
-                write(head)
-            seed = args.seed + index if args.interactive else args.seed  # a prompt typed again gets another text
-            texts = [head + text for text in generate_texts(model, tokenizer, turns or prompt, seed=seed, **options)]
-            write("" if args.num_samples == 1 else f"\n{SEPARATOR}".join(texts), end="\n")
-            if turns is not None:
-                turns.append({"role": "assistant", "content": texts[0]})
-            if args.interactive:
-                print(flush=True)
-            if output is not None:
-                rows = [json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n" for text in texts]
-                output.writelines(rows)
+    for index, prompt in enumerate(ask() if args.interactive else [args.prompt]):
+        head = prompt if turns is None else ""  # an answer does not begin with the question
+        if turns is not None:
+            turns.append({"role": "user", "content": prompt})
+        if args.num_samples == 1:
+            print(show(head), end="", flush=True)
+        # A prompt typed again gets another text.
+        texts = generate_texts(model, tokenizer, turns or prompt, seed=args.seed + index, **options)
+        if args.num_samples > 1:
+            print(show(SEPARATOR.join(head + text for text in texts)), end="")
+        print("\n" * args.interactive, flush=True)
+        if turns is not None:
+            turns.append({"role": "assistant", "content": texts[0]})
 
 
 def parse() -> argparse.Namespace:
@@ -85,11 +73,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trust_remote_code", action="store_true", help="run the code that the model brings")
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", default="", help="text to continue; an empty prompt starts a new document")
-    prompts.add_argument("--prompts_file", type=Path, help='one prompt per line; .jsonl: {"prompt": "..."} per line')
     prompts.add_argument(
         "--interactive", action="store_true", help="read prompts, one per line, until an empty line or Ctrl-D"
     )
-    parser.add_argument("--output_file", type=Path, help='also write the texts to a .jsonl file of {"prompt", "text"}')
     parser.add_argument("--max_new_tokens", type=int, default=200, help="generate up to this many tokens")
     parser.add_argument("--num_samples", type=int, default=1, help="continuations per prompt")
     sampling = parser.add_argument_group("sampling", "Defaults are those of the model's generation_config.json.")
@@ -120,30 +106,6 @@ def ask() -> Iterator[str]:
         while prompt := input("> " if on_terminal and sys.stdout.isatty() else "").rstrip("\r"):
             yield prompt
     print(end="\n" if on_terminal else "", file=sys.stderr)
-
-
-def read_prompts(path: Path) -> list[str]:
-    """Read a file of prompts. Raises `UserError` if it holds none or cannot be read."""
-    try:
-        prompts = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-        if path.suffix == ".jsonl":
-            prompts = [json.loads(line)["prompt"] for line in prompts]
-            if not all(isinstance(prompt, str) for prompt in prompts):
-                raise TypeError("a prompt is not text")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        expected = 'expected {"prompt": "..."} on each line' if path.suffix == ".jsonl" else "expected UTF-8 text"
-        raise UserError(f"cannot read prompts from {path} ({type(error).__name__}: {error}); {expected}") from error
-    if not prompts:
-        raise UserError(f"there is no prompt in {path}")
-    return prompts
-
-
-def open_output(path: Path | None) -> contextlib.AbstractContextManager:
-    """Open the file to write; None without a path."""
-    try:
-        return open(path, "w", encoding="utf-8") if path else contextlib.nullcontext()
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 if __name__ == "__main__":

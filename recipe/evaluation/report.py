@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from recipe.charts import LINE_STYLES, open_chart
-from recipe.checkpoint import checkpoint_step, list_checkpoints
+from recipe.disk import write_file
+from recipe.errors import UserError
 from recipe.metrics import without_nan
-from recipe.publish.card import EVALUATION_NAME, scores_of
+from recipe.publish.card import scores_of
 
 
 def describe_results(results: dict[str, Any]) -> str:
@@ -46,46 +47,38 @@ def shorten(name: str, width: int) -> str:
     return name if len(name) <= width else f"{name[: width - 3]}..."
 
 
-def read_results(path: Path, identity: dict[str, str | None]) -> dict[str, Any] | None:
-    """Return the results in a file if they are of this model, else None.
-
-    identity: the SHA-256 of the model's weights, and its commit on the Hub.
-    """
-    with contextlib.suppress(ValueError, KeyError, TypeError):  # not a file of this program
-        results = json.loads(path.read_text(encoding="utf-8"))
-        if any(identity.values()) and {key: results[key] for key in identity} == identity:
-            return results
-    return None
-
-
-def save_results(results: dict[str, Any], earlier: dict[str, Any] | None, path: Path) -> None:
-    """Write valid JSON: numbers that are not finite become null. earlier: results that these add to, or replace."""
-    if earlier:
-        hashes = [text["content_sha256"] for text in results["texts"]]
-        texts = [text for text in earlier["texts"] if text.get("content_sha256") not in hashes] + results["texts"]
-        results = {**results, "tasks": earlier["tasks"] | results["tasks"], "texts": texts}
-    text = json.dumps(without_nan(results), indent=2, allow_nan=False, ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8")
+def read_evaluations(path: Path) -> list[dict[str, Any]]:
+    """Return the evaluations in a file, oldest first; [] if there is none. Raises `UserError` for another file."""
+    if not path.is_file():
+        return []
+    with contextlib.suppress(ValueError):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        evaluations = content if isinstance(content, list) else [content]  # one, of an earlier version
+        if all(isinstance(each, dict) and "weights_sha256" in each for each in evaluations):
+            return evaluations
+    raise UserError(f"{path} does not hold evaluations; pass another --output_file")
 
 
-def draw_scores(run_dir: Path) -> Path:
-    """Draw the scores of a run's checkpoints over its steps: accuracies, or without any, losses. Returns the file."""
+def append_evaluation(results: dict[str, Any], path: Path) -> None:
+    """Append to a file of evaluations. Numbers that are not finite become null."""
+    text = json.dumps(without_nan([*read_evaluations(path), results]), indent=2, allow_nan=False, ensure_ascii=False)
+    write_file(path, text + "\n")
+
+
+def draw_scores(evaluations: dict[int, dict[str, Any]], title: str, path: Path) -> None:
+    """Draw the scores of a run's checkpoints, {step: results}: accuracies, or without any, losses of texts."""
     accuracies: dict[str, list[tuple[int, float]]] = {}
     losses: dict[str, list[tuple[int, float]]] = {}
-    for checkpoint in list_checkpoints(run_dir):
-        with contextlib.suppress(OSError, ValueError):  # it has not been evaluated
-            results = json.loads((checkpoint / EVALUATION_NAME).read_text(encoding="utf-8"))
-            step = checkpoint_step(checkpoint)
-            for task, values in results["tasks"].items():
-                if "acc" in values:
-                    accuracies.setdefault(task, []).append((step, values["acc"]))
-            for text in results["texts"]:
-                losses.setdefault(text["name"], []).append((step, text["loss"]))
-    path, what = run_dir / "scores.png", "accuracy" if accuracies else "loss in nats per token"
-    with open_chart(path, shorten(run_dir.absolute().name, 40), f"{what}, over steps", 4.2) as (axes, colors):
+    for step, results in evaluations.items():
+        for task, values in results["tasks"].items():
+            if "acc" in values:
+                accuracies.setdefault(task, []).append((step, values["acc"]))
+        for text in results["texts"]:
+            losses.setdefault(text["name"], []).append((step, text["loss"]))
+    what = "accuracy" if accuracies else "loss in nats per token"
+    with open_chart(path, shorten(title, 40), f"{what}, over steps", 4.2) as (axes, colors):
         for number, (name, points) in enumerate((accuracies or losses).items()):
             style = {"color": colors[("blue", "orange", "muted")[number % 3]], "linestyle": LINE_STYLES[number % 4]}
             axes.plot(*zip(*points, strict=True), label=shorten(name, 30), marker="o", linewidth=2, **style)
         axes.grid(axis="y")
         axes.legend(loc="best", frameon=False, labelcolor="linecolor")
-    return path

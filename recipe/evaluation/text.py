@@ -6,7 +6,6 @@ exactly once.
 """
 
 import functools
-import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -44,10 +43,6 @@ class Text:
     documents: list[np.ndarray]
     num_characters: int
     num_bytes: int
-
-    @property
-    def content_sha256(self) -> str:
-        return hashlib.sha256(b"".join(ids.astype(np.int64).tobytes() for ids in self.documents)).hexdigest()
 
 
 def read_text(
@@ -135,7 +130,6 @@ def evaluate_text(
         "bits_per_character": bits / text.num_characters,
         "num_characters": text.num_characters,
         "num_documents": len(text.documents),
-        "content_sha256": text.content_sha256,
         "context": context,
         "stride": stride,
         "seconds": time.perf_counter() - started_at,
@@ -165,7 +159,6 @@ def evaluate_dataset(
         "name": f"{', '.join(dataset.parts or [dataset.directory.absolute().name])} validation",
         **_scores(totals, totals.num_bytes(size)),
         "bits_per_character": None,
-        "content_sha256": dataset.metadata["content_sha256"],
         "context": dataset.block_size,
         "stride": dataset.block_size,
         "seconds": time.perf_counter() - started_at,

@@ -163,25 +163,26 @@ def read_tasks(run_dir: Path, step: int, directory: Path) -> dict[str, dict[str,
     The files hold the SHA-256 of their weights, so the scores of a copied or extended run never apply to other ones.
     """
     tasks: dict[str, dict[str, Any]] = {}
+    digest = weights_sha256(directory)
     for folder in (run_dir, run_dir / f"checkpoint-{step}"):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # missing, or of another program
-            content = json.loads((folder / EVALUATION_NAME).read_text(encoding="utf-8"))
-            if content["weights_sha256"] == weights_sha256(directory):
-                tasks |= content["tasks"]
+            for evaluation in json.loads((folder / EVALUATION_NAME).read_text(encoding="utf-8")):
+                if evaluation["weights_sha256"] == digest:
+                    tasks |= evaluation["tasks"]
     return tasks
 
 
 def weights_sha256(folder: Path) -> str | None:
-    """Return the SHA-256 of a model's weights, or of the hashes of its shards; None if the folder holds none.
+    """Return the SHA-256 of a model's weights, or None if the folder holds none in one file.
 
     The header does not count: the exported model's names its loss, a checkpoint's does not.
     """
-    hashes = []
-    for path in sorted(folder.glob(f"{Path(WEIGHTS_NAME).stem}*.safetensors")):
-        with open(path, "rb") as file:
-            file.seek(8 + int.from_bytes(file.read(8), "little"))
-            hashes.append(sha_fileobj(file).hex())
-    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest() if hashes else None
+    path = folder / WEIGHTS_NAME
+    if not path.is_file():
+        return None
+    with open(path, "rb") as file:
+        file.seek(8 + int.from_bytes(file.read(8), "little"))
+        return sha_fileobj(file).hex()
 
 
 def dataset_hub_id(data: dict[str, Any]) -> str | None:

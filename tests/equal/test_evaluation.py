@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,7 +24,6 @@ from helpers import (
     write_task,
 )
 from hub_repository import File, Repository
-from safetensors.torch import load_file, save_file
 from small_model import save_small_model
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
@@ -38,6 +35,7 @@ from recipe.evaluation.tasks import score_tasks
 from recipe.evaluation.text import choose_context
 from recipe.evaluation.validation import Validation
 from recipe.model.loss import LanguageModelingLoss
+from recipe.publish.card import weights_sha256
 
 SCRIPT = "scripts/evaluate_model.py"
 
@@ -50,7 +48,7 @@ def evaluate(tmp_path):
         output = tmp_path / "found.json"
         output.unlink(missing_ok=True)
         assert not run_script(SCRIPT, "--model", model, "--output_file", output, *arguments)
-        return json.loads(output.read_text())
+        return json.loads(output.read_text())[-1]
 
     return run
 
@@ -267,10 +265,10 @@ def test_all_checkpoints_of_a_run_are_scored_and_drawn(train, dataset, tmp_path)
     options = ["--tasks", write_task(tmp_path, "lambada_openai"), "--dataset_dir", dataset.directory]
     assert not run_script(SCRIPT, "--model", run, "--checkpoints", *options)
     assert (run / "scores.png").read_bytes()[:4] == b"\x89PNG"
-    found = [json.loads((run / f"checkpoint-{step}" / "evaluation.json").read_text()) for step in (2, 4)]
+    found = [json.loads((run / f"checkpoint-{step}" / "evaluation.json").read_text())[-1] for step in (2, 4)]
     assert found[0]["weights_sha256"] != found[1]["weights_sha256"]
     assert not run_script(SCRIPT, "--model", run, *options)
-    of_run = json.loads((run / "evaluation.json").read_text())
+    (of_run,) = json.loads((run / "evaluation.json").read_text())
     for name in ("weights_sha256", "tasks"):
         assert of_run[name] == found[1][name]
     assert of_run["texts"][0]["loss"] == found[1]["texts"][0]["loss"] and of_run["texts"][0]["context"] == 16
@@ -293,70 +291,22 @@ def test_a_report_fits_into_80_columns_and_names_files_without_their_folders(
     assert {"torch", "device"} <= results["environment"].keys()
 
 
-@pytest.fixture
-def own_model(model_dir, tmp_path):
-    """A model of a run, beside which its scores are kept, and two texts."""
-    model = shutil.copytree(model_dir, tmp_path / "model")
-    (model / "training_config.yaml").touch()
-    for name, text in (("a.txt", "the cat sat"), ("b.txt", "on a mat"), ("sub/a.txt", "while rain fell")):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    return model
+def test_evaluations_are_appended_beside_the_model_of_a_run(run, tmp_path, capsys):
+    """Nothing replaces an earlier one, whatever its texts are called. Each names the weights."""
+    for number, text in enumerate(("the cat sat", "on a mat")):
+        (tmp_path / f"{number}").mkdir()
+        (tmp_path / f"{number}" / "a.txt").write_text(text)
+        assert not run_script(SCRIPT, "--model", run, "--text_file", tmp_path / f"{number}")
+    first, second = json.loads((run / "evaluation.json").read_text())
+    assert first["texts"][0]["loss"] != second["texts"][0]["loss"]
+    assert first["weights_sha256"] == second["weights_sha256"] == weights_sha256(run)
 
 
-def names_after(model, *arguments: object) -> list[str]:
-    """Run the script. Returns the names of all scores that are beside the model then."""
-    assert not run_script(SCRIPT, "--model", model, *arguments)
-    found = json.loads((model / "evaluation.json").read_text())
-    return [*found["tasks"], *(text["name"] for text in found["texts"])]
-
-
-def change_weights(model) -> None:
-    weights = load_file(model / "model.safetensors")
-    save_file({name: tensor + 1 for name, tensor in weights.items()}, model / "model.safetensors", {"format": "pt"})
-    os.utime(model / "model.safetensors", (1, 1))
-
-
-def test_scores_beside_the_model_are_collected_until_it_changes(own_model, tmp_path):
-    """A text evaluated again replaces its scores, not those of another of its name; other weights drop all."""
-    a, b, other = tmp_path / "a.txt", tmp_path / "b.txt", tmp_path / "sub" / "a.txt"
-    task = "own_lambada"
-    assert names_after(own_model, "--text_file", a, "--tasks", write_task(tmp_path, "lambada_openai")) == [
-        task,
-        "a.txt",
-    ]
-    assert names_after(own_model, "--text_file", b) == [task, "a.txt", "b.txt"]
-    assert names_after(own_model, "--text_file", a) == [task, "b.txt", "a.txt"]
-    assert names_after(own_model, "--text_file", other) == [task, "b.txt", "a.txt", "a.txt"]
-    change_weights(own_model)
-    assert names_after(own_model, "--text_file", a) == ["a.txt"]
-
-
-@pytest.mark.parametrize("name", ["user/name", "sharded"])
-def test_scores_are_added_to_those_of_the_same_hub_model_or_shards(own_model, tmp_path, hub, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    if name == "sharded":
-        GPT2LMHeadModel.from_pretrained(own_model).save_pretrained(name, max_shard_size="20kB")
-        AutoTokenizer.from_pretrained(own_model).save_pretrained(name)
-        assert len([*(tmp_path / name).glob("*.safetensors")]) > 1
-    else:
-        files = {path.name: File(path.read_bytes(), path.suffix == ".safetensors") for path in own_model.iterdir()}
-        hub.repositories[name] = Repository(False)
-        hub.repositories[name].write_commit("main", None, "", files)
-    for text in ("a.txt", "b.txt"):
-        assert not run_script(SCRIPT, "--model", name, "--text_file", text, "--output_file", "scores.json")
-    found = json.loads((tmp_path / "scores.json").read_text())
-    assert [text["name"] for text in found["texts"]] == ["a.txt", "b.txt"]
-
-
-def test_scores_of_another_model_in_the_output_file_are_not_touched(own_model, tmp_path):
-    output = tmp_path / "scores.json"
-    command = [SCRIPT, "--model", own_model, "--text_file", tmp_path / "a.txt", "--output_file", output]
-    assert not run_script(*command)
-    before = output.read_bytes()
-    change_weights(own_model)
-    assert "--output_file" in run_script(*command)
-    assert output.read_bytes() == before
+def test_a_model_of_the_hub_is_known_by_its_commit(model_dir, text_file, evaluate, hub):
+    files = {path.name: File(path.read_bytes(), path.suffix == ".safetensors") for path in model_dir.iterdir()}
+    repository = hub.repositories["user/name"] = Repository(False)
+    commit = repository.write_commit("main", None, "", files)
+    assert evaluate("user/name", "--text_file", text_file)["commit"] == commit
 
 
 def test_nothing_is_written_into_the_folder_of_another_model(evaluate, model_dir, text_file):
@@ -366,10 +316,9 @@ def test_nothing_is_written_into_the_folder_of_another_model(evaluate, model_dir
     assert sorted(model_dir.iterdir()) == before
 
 
-def test_a_folder_that_cannot_be_written_does_not_lose_the_results(model_dir, text_file, tmp_path, capsys):
+def test_a_folder_that_cannot_be_written_does_not_lose_the_results(model_dir, text_file, capsys):
     """The table is printed with a warning, which names the file."""
-    found = tmp_path / "a.json"
-    found.symlink_to("/proc/none/a.json")
+    found = "/proc/self/a.json"
     assert not run_script(SCRIPT, "--model", model_dir, "--text_file", text_file, "--output_file", found)
     printed = capsys.readouterr().out
     assert "bits/byte" in printed

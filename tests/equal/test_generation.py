@@ -191,25 +191,10 @@ def generate(model_dir, capsys):
     return run
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "num_samples"),
-    [
-        ("a.txt", "the cat\n\nwhile rain\n", 1),
-        ("a.jsonl", '{"prompt": "the cat"}\n{"prompt": "while rain", "id": 2}\n', 3),
-    ],
-)
-def test_each_prompt_of_a_file_has_the_texts_that_it_has_alone(generate, loaded, tmp_path, name, content, num_samples):
-    """A line separates them."""
-    (tmp_path / name).write_text(content)
-    options = ["--output_file", tmp_path / "out.jsonl", "--num_samples", num_samples]
-    out = generate("--prompts_file", tmp_path / name, *options)
-    expected = [
-        {"prompt": prompt, "text": prompt + text}
-        for prompt in ("the cat", "while rain")
-        for text in generate_texts(*loaded, prompt, max_new_tokens=12, num_samples=num_samples)
-    ]
-    assert out == "\n\n---\n\n".join(row["text"] for row in expected) + "\n"
-    assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == expected
+def test_several_samples_appear_one_after_the_other(generate, loaded):
+    texts = generate_texts(*loaded, "the", max_new_tokens=12, num_samples=2, do_sample=True)
+    out = generate("--prompt", "the", "--num_samples", 2, "--top_k", 50)
+    assert out == "\n\n---\n\n".join("the" + text for text in texts) + "\n"
 
 
 @pytest.mark.parametrize("typed", ["the\nthe", "the\r\nthe\r\n\r\nnot read\r\n"])

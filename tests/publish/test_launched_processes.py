@@ -60,7 +60,7 @@ def test_two_processes_divide_an_evaluation(two_processes, evaluation, tmp_path)
     program, *arguments = evaluation.split()
     arguments += ["--model", folder / "aot_eager", "--output_file", tmp_path / "one.json"]
     assert not run_script(program, *arguments)
-    one, two = (json.loads(path.read_text()) for path in (tmp_path / "one.json", folder / "two.json"))
+    one, two = (json.loads(path.read_text())[0] for path in (tmp_path / "one.json", folder / "two.json"))
     assert (one["num_processes"], two["num_processes"]) == (1, 2)
     for expected, found in [
         *zip(one["texts"], two["texts"], strict=True),

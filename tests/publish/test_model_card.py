@@ -237,8 +237,8 @@ def test_scores_belong_to_the_weights_that_they_were_measured_with(run):
     of_checkpoint = {"tasks": {"piqa": hellaswag | {"dataset": "baber/piqa"}, "secret": own}}
     for digest, is_shown in ((weights_sha256(run), True), ("0" * 64, False)):
         scores = {"tasks": {"hellaswag": hellaswag}, "texts": [], "weights_sha256": digest}
-        (run / "evaluation.json").write_text(json.dumps(scores))
-        (run / "checkpoint-4" / "evaluation.json").write_text(json.dumps(scores | of_checkpoint))
+        (run / "evaluation.json").write_text(json.dumps([scores]))
+        (run / "checkpoint-4" / "evaluation.json").write_text(json.dumps([scores | of_checkpoint]))
         text = read_card(run, 4)
         assert ({("Rowan/hellaswag", "acc"), ("baber/piqa", "acc")} <= results_of(text).keys()) == is_shown
         assert ("| hellaswag (20 of 10,042 examples) | hellaswag acc | 0.3100 |" in text) == is_shown

@@ -215,9 +215,6 @@ SCRIPTS = [
     (f"{GENERATE} small --top_k=-1", "top_k -1"),
     (f"{GENERATE} small --repetition_penalty 0", "repetition_penalty 0"),
     (f"{GENERATE} small --num_samples 0", "num_samples 1 0"),
-    (f"{GENERATE} gone --prompts_file blank.txt", "blank.txt"),  # before a model is loaded
-    (f"{GENERATE} gone --prompts_file bytes.txt", "bytes.txt UTF-8"),
-    (f"{GENERATE} gone --prompts_file rows.jsonl", "rows.jsonl"),
     # --- scores
     (f"{EVALUATE} small", "--dataset_dir --text_file --tasks"),
     (f"{EVALUATE} small --text_file gone.txt", "gone.txt"),
