@@ -24,7 +24,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Callable
-from importlib.metadata import requires, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,8 +35,6 @@ from recipe.arguments import CommandLine, as_path, typed_names
 import numpy as np
 import psutil
 import torch
-from huggingface_hub import get_token, whoami
-from packaging.requirements import Requirement
 from transformers import AutoConfig, PreTrainedConfig
 
 from recipe.command_line import load_config, load_yaml
@@ -48,7 +46,7 @@ from recipe.environment import count_cpus, describe_device
 from recipe.errors import UserError, plural, run_main, short_reason
 from recipe.hardware.accelerator import find_machine, measure_open
 from recipe.hardware.choices import PRODUCTS_SHARE, Choice, Machine, apply_choices, check_sharded, choose, in_words
-from recipe.hardware.devices import why_no_flash, why_no_inductor
+from recipe.hardware.devices import why_no_inductor
 from recipe.hardware.gpus import Gpu, find_gpu, load_gpu
 from recipe.hardware.memory import measure_usable_bytes, plan_memory
 from recipe.hardware.probe import measure_rates
@@ -56,9 +54,11 @@ from recipe.hardware.sharding import Sharding
 from recipe.launcher import asks_for_cpu, dynamo_mode
 from recipe.metrics import read_events
 from recipe.model.build import build_model_config
-from recipe.model.size import count_flops_per_token, count_heads, count_parameters, padded_vocab_size
+from recipe.model.size import count_flops_per_token, count_parameters, padded_vocab_size
 from recipe.model.weights import load_pretrained
+from recipe.run.start_table import describe_attention
 
+PACKAGES = ("torch", "transformers", "accelerate", "datasets")
 TRAIN = str(Path(__file__).resolve().parents[1] / "recipe" / "train.py")
 GPT2_VOCAB_SIZE = 50257
 MEASURED_STEPS = 10
@@ -122,13 +122,12 @@ def choose_here(planned: Planned, num_devices: int = 1, sharding: Sharding | Non
 def check_machine(planned: Planned, choices: dict[str, Choice]) -> int:
     """Print a line for each check of this machine. Returns how many failed."""
     checks: dict[str, Callable[[], str]] = {
-        "packages": check_packages,
+        "packages": lambda: ", ".join(f"{name} {version(name)}" for name in PACKAGES),
         "device": check_device,
         "precision": lambda: f"{in_words('precision', choices['precision'].value)}: {choices['precision'].reason}",
-        "attention": lambda: check_attention(planned, choices),
+        "attention": lambda: describe_attention(planned.config, planned.model_config, choices, find_device()),
         "compiler": check_compiler,
         "disk": lambda: check_disk(planned.config),
-        "Hub": lambda: check_hub(planned.config),
     }
     failed = 0
     for name, check in checks.items():
@@ -138,16 +137,6 @@ def check_machine(planned: Planned, choices: dict[str, Choice]) -> int:
             failed += 1
             print(f"FAILED  {name:10} {error if isinstance(error, UserError) else short_reason(error)}", flush=True)
     return failed
-
-
-def check_packages() -> str:
-    """Compare the versions of the required packages with the ranges in pyproject.toml."""
-    required = [need for need in map(Requirement, requires("gpt2-recipe") or ()) if need.marker is None]
-    wrong = [f"{need.name} {version(need.name)} is not {need.specifier}" for need in required
-             if not need.specifier.contains(version(need.name), prereleases=True)]  # fmt: skip
-    if wrong:
-        raise UserError(f"{'; '.join(wrong)}; run pip install -e . in the folder that holds pyproject.toml")
-    return ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate", "datasets"))
 
 
 def find_device() -> torch.device:
@@ -163,16 +152,6 @@ def check_device() -> str:
     torch.ones(1, device=device)
     memory, cudnn = torch.cuda.get_device_properties(device).total_memory, torch.backends.cudnn.version()
     return f"{describe_device(device)}, {memory / 1e9:.0f} GB, CUDA {torch.version.cuda}, cuDNN {cudnn}"
-
-
-def check_attention(planned: Planned, choices: dict[str, Choice]) -> str:
-    """Say which attention it is, and try a flash kernel on the run's own shapes."""
-    text, device = f"{choices['attention'].value}: {choices['attention'].reason}", find_device()
-    if device.type == "cuda" and choices["attention"].value == "sdpa":
-        shapes = *count_heads(planned.model_config), planned.config.block_size
-        reason = why_no_flash(device, choices["precision"].value, *shapes)
-        text += f"; no flash kernel ({reason})" if reason else "; flash kernels, no mask"
-    return text
 
 
 def check_compiler() -> str:
@@ -192,17 +171,6 @@ def check_disk(config: TrainConfig) -> str:
         existing = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.is_dir())
         texts.append(f"{shutil.disk_usage(existing).free / 1e9:,.0f} GB free for {folder}")
     return f"{', '.join(texts)}; a checkpoint takes 12 bytes per parameter, a packed token 2"
-
-
-def check_hub(config: TrainConfig) -> str:
-    if get_token() is None and not config.push_to_hub:
-        return "not logged in; only --push_to_hub and gated datasets need that"
-    try:
-        return f"logged in as {whoami()['name']}"
-    except Exception as error:  # of the HTTP client, which huggingface_hub chooses
-        if config.push_to_hub:
-            raise UserError(f"--push_to_hub needs a token; run hf auth login ({short_reason(error)})") from error
-        return f"a token is stored, but the Hub did not accept it: {short_reason(error)}"
 
 
 def measure_steps(launcher: list[str], planned: Planned) -> dict[str, Any]:

@@ -3,11 +3,13 @@
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from recipe.checkpoint import RunState
+from recipe.config import TrainConfig
 from recipe.environment import describe_device
 from recipe.errors import plural
-from recipe.hardware.choices import ONE_PER_CPU, in_words
+from recipe.hardware.choices import ONE_PER_CPU, Choice, in_words
 from recipe.hardware.devices import rounds_products, why_no_flash
 from recipe.metrics import count_stage_tokens
 from recipe.model.size import count_heads, find_odd_size
@@ -74,10 +76,7 @@ def start_table(
     }
     if device.type == "cuda" and rounds_products(device):
         shown["precision"] += f"; {'TF32' if config.matmul_precision == 'high' else 'bf16'} for fp32 matmuls"
-    if device.type == "cuda" and config.attn_implementation == "sdpa":
-        shapes = *count_heads(run.model.config), config.block_size
-        reason = why_no_flash(device, config.mixed_precision, *shapes)
-        shown["attention"] += f"; no flash kernel ({reason})" if reason else "; flash kernels, no mask"
+    shown["attention"] = describe_attention(config, run.model.config, run.choices, device)
     if config.deterministic:
         shown["precision"] += "; deterministic algorithms"
     rate = f"{config.optim}, learning rate {config.learning_rate:g}"
@@ -108,6 +107,19 @@ def start_table(
         table["stages"] = "; ".join(parts)
     table |= {"changes": "; ".join(run.model.notes)} if run.model.notes else {}  # to the model that is fine-tuned
     return table | ({"hub": f"{config.hub_model_id}, {config.hub_strategy}"} if config.push_to_hub else {})
+
+
+def describe_attention(
+    config: TrainConfig, model_config: PreTrainedConfig, choices: dict[str, Choice], device: torch.device
+) -> str:
+    """Say which attention a run has, and why; on a GPU, try flash kernels on its own shapes."""
+    chosen = choices["attention"]
+    text = f"{in_words('attention', chosen.value)}: {chosen.reason}"
+    if device.type != "cuda" or chosen.value != "sdpa":
+        return text
+    shapes = *count_heads(model_config), config.block_size
+    reason = why_no_flash(device, choices["precision"].value, *shapes)
+    return text + (f"; no flash kernel ({reason})" if reason else "; flash kernels, no mask")
 
 
 def _describe_length(run: Run, state: RunState) -> str:
