@@ -84,12 +84,12 @@ def own_files(source: str | Path, names: tuple[str, ...] = (*TOKENIZER_FILES, GE
             options = {"allow_patterns": list(names), "local_files_only": only_cached(str(source))}
             folder = Path(snapshot_download(str(source), **options))
         paths = [folder / name for name in names if (folder / name).is_file()]
-        return {path.name: path.read_bytes() for path in paths if _is_inside(path, folder)}
+        return {path.name: path.read_bytes() for path in paths if is_inside(path, folder)}
     except Exception as error:  # the Hub client and the file system raise various errors
         raise UserError(f"cannot read the tokenizer of '{source}': {short_reason(error)}") from error
 
 
-def _is_inside(path: Path, folder: Path) -> bool:
+def is_inside(path: Path, folder: Path) -> bool:
     """Return whether a file that is to be published lies in its folder, or where the Hub's cache keeps it."""
     file, root = path.resolve(), folder.resolve()
     is_cached = root.parent.name == "snapshots" and file.is_relative_to(root.parent.parent / "blobs")

@@ -35,7 +35,7 @@ from recipe.config import CONFIG_NAME, TrainConfig
 from recipe.disk import link_or_copy
 from recipe.errors import UserError, one_line, short_reason
 from recipe.metrics import CARD_NAME, CURVE_NAME, METRICS_NAME, count_tokens
-from recipe.model.files import GENERATION, TOKENIZER_FILES
+from recipe.model.files import GENERATION, TOKENIZER_FILES, is_inside
 from recipe.model.weights import WEIGHTS_NAME
 from recipe.publish.card import write_model_card
 from recipe.publish.public import public_events, write_public_files
@@ -255,7 +255,7 @@ def link_files(source: Path, folder: Path, names: tuple[str, ...]) -> None:
         shutil.rmtree(path, ignore_errors=True)
     partial.mkdir(parents=True)
     for path in (source / name for name in names):
-        if path.is_file():
+        if path.is_file() and is_inside(path, source):
             link_or_copy(path, partial / path.name)
     partial.rename(folder)
 

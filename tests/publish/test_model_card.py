@@ -144,6 +144,17 @@ def test_the_example_of_a_card_runs(run, capsys):
     assert out.startswith(prompt) and "max_length" not in err
 
 
+def test_the_card_of_a_chat_model_shows_a_dialog(run, capsys):
+    """Its example asks in the model's own template."""
+    change_events(run, lambda event: event.update({"is_chat": True} if event["event"] == "start" else {}))
+    (run / "chat_template.jinja").write_text("{% for turn in messages %}{{ turn.content }}{% endfor %}")
+    text = read_card(run, 4)
+    assert "answers in a dialog" in text and "continues text" not in text
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(example.replace("jo/tiny", str(run)))
+    assert "role" in example and capsys.readouterr().out.strip()
+
+
 def test_the_card_of_a_checkpoint_knows_nothing_of_later_steps(run):
     """The card of step 2 is the same while the run continues and after it."""
     later = read_card(run, 2)
