@@ -138,25 +138,22 @@ class Streamer(TextStreamer):
         self.write(text)
 
 
-def as_turns(tokenizer: PreTrainedTokenizerFast, prompt: str) -> str | Turns:
-    """Return the prompt for `generate_texts`: with a chat template, a user's turn."""
-    return [{"role": "user", "content": prompt}] if tokenizer.chat_template else prompt
-
-
 def sample_text(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompt: str, seed: int, vocab_size: int
 ) -> str:
     """Return a short sample of the model in training, with its prompt, and leave the model as it was.
 
-    model: unwrapped, with a padded vocabulary. vocab_size: its real size; tokens of the padding are never chosen.
+    With a chat template, the prompt is a user's turn. model: unwrapped, with a padded vocabulary. vocab_size: its real
+    size; tokens of the padding are never chosen.
     """
-    was_training, turns = model.training, as_turns(tokenizer, prompt)
+    was_training, is_chat = model.training, bool(tokenizer.chat_template)
+    turns = [{"role": "user", "content": prompt}] if is_chat else prompt
     hook = output_layer(model).register_forward_hook(lambda module, inputs, logits: logits[..., :vocab_size])
     model.eval()
     try:
         options = {"max_new_tokens": SAMPLE_TOKENS, "seed": seed, "do_sample": True}
         (text,) = generate_texts(model, tokenizer, turns, **options)
-        return prompt + text if turns == prompt else f"{prompt}\n\n{text}"
+        return f"{prompt}\n\n{text}" if is_chat else prompt + text
     finally:
         hook.remove()
         model.train(was_training)
