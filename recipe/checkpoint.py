@@ -34,7 +34,7 @@ from recipe.environment import describe_environment
 from recipe.errors import UserError, short_reason
 from recipe.hardware.devices import get_rng_state, set_rng_state
 from recipe.hardware.processes import gather, on_main_process
-from recipe.metrics import CARD_NAME, CURVE_NAME, SUMMARY_NAME, with_nan
+from recipe.metrics import CURVE_NAME, SUMMARY_NAME, with_nan
 from recipe.model.weights import (
     WEIGHTS_NAME,
     copy_weights,
@@ -442,7 +442,7 @@ class CheckpointSaver:
         try:
             write_model(contents.model, contents.model_config, contents.files, weights, self.output_dir, header)
             self.has_exported = True
-            for name in (SUMMARY_NAME, CARD_NAME, CURVE_NAME):  # of an earlier model
+            for name in (SUMMARY_NAME, CURVE_NAME):  # of an earlier model, like the card, which may have been edited
                 (self.output_dir / name).unlink(missing_ok=True)
         except Exception as error:  # a full disk: safetensors and the file system each raise their own
             problem = f"the model could not be written to {self.output_dir}: {short_reason(error)}"

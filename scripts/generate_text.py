@@ -33,7 +33,7 @@ def main() -> None:
     args = parse()
     options: dict[str, Any] = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
     if options.get("temperature") == 0:
-        options |= {"do_sample": False, **dict.fromkeys(("temperature", "top_k", "top_p"))}
+        options |= {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}  # of no effect, and no warning
     elif options.keys() & {"temperature", "top_k", "top_p"}:
         options["do_sample"] = True
     options |= {"max_new_tokens": args.max_new_tokens, "num_samples": args.num_samples}
@@ -78,7 +78,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--max_new_tokens", type=int, default=200, help="generate up to this many tokens")
     parser.add_argument("--num_samples", type=int, default=1, help="continuations per prompt")
-    sampling = parser.add_argument_group("sampling", "Defaults are those of the model's generation_config.json.")
+    sampling = parser.add_argument_group(
+        "sampling", "Defaults: the model's generation_config.json, else temperature 0.8 and top_k 200."
+    )
     sampling.add_argument("--temperature", type=float, help="sampling temperature; 0 is greedy")
     sampling.add_argument("--top_k", type=int, help="sample from the k most likely tokens; 0: from all")
     sampling.add_argument("--top_p", type=float, help="sample from the top tokens that sum to p")

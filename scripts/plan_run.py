@@ -242,17 +242,18 @@ def plan_minutes(args: argparse.Namespace, options: list[str]) -> None:
     for number in three:
         config, tokens = shapes[number].config, count_tokens(number)
         num_steps = tokens / config.tokens_per_step
-        length = [f"--global_batch_size={config.global_batch_size}", f"--max_minutes={args.minutes:g}"]
+        length = ["--global_batch_size", str(config.global_batch_size), "--max_minutes", f"{args.minutes:g}"]
         print("\n{} layers of {}: ".format(*SHAPES[number]), end=f"{shapes[number].num_parameters:,} parameters, ")
-        print(f"{tokens / 1e6:,.1f} M tokens, {ratios[number]:,.1f} for each")
+        print(f"{tokens / 1e6:,.1f} M tokens,")
+        print(f"{ratios[number]:,.1f} tokens per parameter, ", end="")
         print(f"{num_steps:,.0f} steps of {60_000 * args.minutes / num_steps:,.1f} ms", end="")
         if config.num_train_epochs:  # would end the run early
             num_epochs = tokens / config.block_size / measured[number]["data"]["splits"]["train"]["rows"]
             if (most := math.ceil(1.25 * num_epochs)) > config.num_train_epochs:  # the speed may differ
-                length.append(f"--num_train_epochs={most}")
+                length += ["--num_train_epochs", str(most)]
                 print(f"; {num_epochs:,.1f} epochs of this text: more text would be better", end="")
         launch = ["accelerate", "launch", *args.launcher, os.path.relpath(TRAIN)]
-        parts = filter(None, [launch, options, [*shape_options(*SHAPES[number]), *length]])
+        parts = filter(None, [launch, options, shape_options(*SHAPES[number]), length])
         print("\n" + " \\\n    ".join(map(shlex.join, parts)))
 
 
@@ -314,7 +315,7 @@ def show(
     parts = [f"{name} {part / 1e9:.1f}" for name, part in plan.parts.items()]
     of_vocabulary = "exact" if is_exact else "assumed"
     lines = [
-        ("parameters", f"{num_parameters:,} with the padded vocabulary", of_vocabulary),
+        ("parameters", f"{num_parameters:,}, vocabulary of {model_config.vocab_size:,} with padding", of_vocabulary),
         ("tokens per step", f"{config.tokens_per_step:,} in {config.global_batch_size:,} rows", "exact"),
         (
             "FLOPs",
@@ -336,6 +337,8 @@ def show(
     if step_seconds:
         speed = f"{1000 * config.tokens_per_step / ms:,.0f} tokens/s"
         lines.append(("step", f"{ms:,.0f} ms, {speed}, at {args.mfu:.0%} MFU", "estimated"))
+    if config.max_minutes:
+        lines.append(("time", f"{config.max_minutes:g} minutes", "exact"))
     if hours:
         lines.append(("time", f"{hours / args.num_gpus:,.1f} hours on {args.num_gpus} x {device}", "estimated"))
         if args.price_per_hour:

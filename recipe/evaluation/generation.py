@@ -12,6 +12,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast, T
 from recipe.data.tokenizer import added_ids, count_ids, end_of_text, list_ids, load_tokenizer
 from recipe.errors import UserError
 from recipe.model.check import sees_later_tokens
+from recipe.model.files import SAMPLING
 from recipe.model.weights import check_vocabulary, load_model_weights, load_pretrained, output_layer
 
 SAMPLE_TOKENS = 64  # of a model in training
@@ -53,10 +54,11 @@ def encode_prompt(tokenizer: PreTrainedTokenizerFast, prompt: str | Turns) -> li
     As in training, what the tokenizer puts before a text comes first. An empty text starts a new document.
     """
     if isinstance(prompt, str):
-        ids = added_ids(tokenizer)[0] + tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        ids = added_ids(tokenizer)[0] + tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
         return ids or [end_of_text(tokenizer)]
-    parsed = {"split_special_tokens": False}  # the template's marks are tokens, whatever those in a text are
-    options = {"add_generation_prompt": True, "return_dict": True, "tokenizer_kwargs": parsed}
+    # The template's marks are tokens, whatever those in a text are.
+    encoding = {"split_special_tokens": False, "verbose": False}
+    options = {"add_generation_prompt": True, "return_dict": True, "tokenizer_kwargs": encoding}
     return tokenizer.apply_chat_template(prompt, **options)["input_ids"]  # pyright: ignore
 
 
@@ -82,6 +84,8 @@ def generate_texts(
     generate: Any = model.generate
     settings: Any = copy.deepcopy(model.generation_config)
     settings.max_length = None  # max_new_tokens decides
+    if settings.do_sample is None:  # the model does not say how
+        settings.update(**SAMPLING)
     settings.update(**options)
     ends = list_ids(settings.eos_token_id)
     if settings.pad_token_id is None and ends:
@@ -151,9 +155,8 @@ def sample_text(
     hook = output_layer(model).register_forward_hook(lambda module, inputs, logits: logits[..., :vocab_size])
     model.eval()
     try:
-        options = {"max_new_tokens": SAMPLE_TOKENS, "seed": seed, "do_sample": True}
-        (text,) = generate_texts(model, tokenizer, turns, **options)
-        return f"{prompt}\n\n{text}" if is_chat else prompt + text
+        (text,) = generate_texts(model, tokenizer, turns, max_new_tokens=SAMPLE_TOKENS, seed=seed)
+        return f"user: {prompt}\n\nassistant: {text}" if is_chat else prompt + text
     finally:
         hook.remove()
         model.train(was_training)

@@ -71,8 +71,8 @@ def draw_scores(evaluations: dict[int, dict[str, Any]], title: str, path: Path) 
     losses: dict[str, list[tuple[int, float]]] = {}
     for step, results in evaluations.items():
         for task, values in results["tasks"].items():
-            if "acc" in values:
-                accuracies.setdefault(task, []).append((step, values["acc"]))
+            if name := next((name for name in ("acc_norm", "acc") if name in values), None):
+                accuracies.setdefault(f"{task} {name}", []).append((step, values[name]))
         for text in results["texts"]:
             losses.setdefault(text["name"], []).append((step, text["loss"]))
     what = "accuracy" if accuracies else "loss in nats per token"

@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import logging
+from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
@@ -16,16 +17,16 @@ def check_tasks(tasks: list[str]) -> None:
     """Raise `UserError` unless lm-eval is installed and knows the tasks: names, or .yaml files in its format."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError('--tasks needs lm-eval; run pip install -e ".[eval]"')
-    names = [task for task in tasks if not task.endswith((".yaml", ".yml"))]
-    if names:
+    files = [task for task in tasks if task.endswith((".yaml", ".yml"))]
+    if gone := [file for file in files if not Path(file).is_file()]:
+        raise UserError(f"there is no file {gone[0]}")
+    if names := {*tasks} - {*files}:
         from lm_eval.tasks import TaskManager  # takes seconds
 
         known = TaskManager().all_tasks
-        for name in {*names} - {*known}:
-            otherwise = "for examples of your own, pass a task.yaml in lm-eval's format"
-            if "=" not in name:
-                otherwise = f"{did_you_mean(name, known, otherwise='`lm-eval ls tasks` lists all')}; {otherwise}"
-            raise UserError(f"lm-eval has no task '{name}'; {otherwise}")
+        for name in names - {*known}:
+            otherwise = "`lm-eval ls tasks` lists all; for examples of your own, pass a task.yaml in its format"
+            raise UserError(f"lm-eval has no task '{name}'; {did_you_mean(name, known, otherwise=otherwise)}")
 
 
 def score_tasks(model: str, tasks: list[str], limit: int | None, **options: Any) -> dict[str, dict[str, Any]]:

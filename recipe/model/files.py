@@ -30,6 +30,7 @@ from recipe.environment import only_cached
 from recipe.errors import UserError, short_reason
 
 GENERATION = "generation_config.json"
+SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 200}  # nanoGPT's
 TOKENIZER_FILES = (
     *("tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json"),
@@ -46,10 +47,8 @@ def new_files(tokenizer: PreTrainedTokenizerFast, model_config: PreTrainedConfig
 def new_generation_config(model_config: PreTrainedConfig) -> GenerationConfig:
     """Return how a new model generates text, unless told otherwise."""
     eos = model_config.eos_token_id
-    sampling = {"do_sample": True, "temperature": 0.8, "top_k": 200}  # nanoGPT's
-    # With the usual 256 new tokens, a pipeline would run out of positions.
-    sampling |= {"max_new_tokens": min(256, max(1, model_config.max_position_embeddings // 2))}
-    return GenerationConfig(bos_token_id=eos, eos_token_id=eos, pad_token_id=eos, **sampling)
+    length = model_config.max_position_embeddings  # else a pipeline runs out of positions
+    return GenerationConfig(bos_token_id=eos, eos_token_id=eos, pad_token_id=eos, max_length=length, **SAMPLING)
 
 
 def changed_by(files: dict[str, bytes], model_type: str) -> str | None:

@@ -42,7 +42,7 @@ def load_pretrained(auto_class: type, source: str | Path, trust_remote_code: boo
         return auto_class.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # the Hub, the file system, safetensors and Transformers each raise their own
         if "trust_remote_code" in str(error):
-            remedy = "import the module that registers its classes, or pass --trust_remote_code where a script has it"
+            remedy = "pass --trust_remote_code to a script; in train.py, import the module that registers its classes"
             raise UserError(f"{source} brings its own code, which is not run; {remedy}") from error
         raise UserError(f"cannot load a model from '{source}': {short_reason(error)}") from error
 

@@ -15,6 +15,7 @@ from typing import Any
 import jinja2
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils.sha import sha_fileobj
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from recipe.charts import name_parts, save_loss_chart
 from recipe.config import DEFAULTS, STANDARD_LIBRARY, is_missing
@@ -138,6 +139,7 @@ def collect_values(run_dir: Path, step: int, directory: Path, hub_options: dict[
         "is_final": step == options["max_steps"] or bool(ends),
         "last_step": ends[-1].get("last_step", step) if ends else step,
         "is_demo": is_demo,
+        "is_stock": start.get("architecture") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
         "phases": phases.values(),
         "resumes": [step for step in phases if step > 0],
         "has_base": bool(requested.get("model_name_or_path")),
@@ -160,6 +162,8 @@ def collect_values(run_dir: Path, step: int, directory: Path, hub_options: dict[
 def read_tasks(run_dir: Path, step: int, directory: Path) -> dict[str, dict[str, Any]]:
     """Read the scores of the weights in `directory`, as evaluate_model.py has written them. The texts stay private.
 
+    Of several for a task, the newest on the most examples counts.
+
     The files hold the SHA-256 of their weights, so the scores of a copied or extended run never apply to other ones.
     """
     tasks: dict[str, dict[str, Any]] = {}
@@ -167,8 +171,10 @@ def read_tasks(run_dir: Path, step: int, directory: Path) -> dict[str, dict[str,
     for folder in (run_dir, run_dir / f"checkpoint-{step}"):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # missing, or of another program
             for evaluation in json.loads((folder / EVALUATION_NAME).read_text(encoding="utf-8")):
-                if evaluation["weights_sha256"] == digest:
-                    tasks |= evaluation["tasks"]
+                is_own = evaluation["weights_sha256"] == digest
+                for task, values in evaluation["tasks"].items() if is_own else ():
+                    if task not in tasks or values["num_examples"] >= tasks[task]["num_examples"]:
+                        tasks[task] = values
     return tasks
 
 

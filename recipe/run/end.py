@@ -216,7 +216,8 @@ def closing_lines(run: Run, summary: dict[str, Any], sample: str | None, state: 
     if not math.isfinite(summary["eval_loss"]):
         remedy = "start a new run, or resume from an earlier checkpoint, with a lower --learning_rate"
         return "\n".join([*lines, "", *textwrap.wrap(f"The loss is not finite: {remedy}.", 80)])
-    how = {"interactive": True} if run.model.is_chat else {"prompt": config.sample_prompt}
+    how: dict[str, object] = {"interactive": True} if run.model.is_chat else {"prompt": config.sample_prompt}
+    how |= {"trust_remote_code": True} if getattr(run.model.config, "auto_map", None) else {}  # of one's own
     generate = shell_command("python", "scripts/generate_text.py", model=output_dir, **how)
     lines += ["", f"  generate   {generate}"]
     # To train twice as long, from before the decay if there is one.

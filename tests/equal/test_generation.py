@@ -37,7 +37,7 @@ def loaded(model_dir):
 
 # ------------------------------------------------------------------ with a saved model
 
-GREEDY = {"do_sample": False, "temperature": None, "top_k": None}
+GREEDY = {"do_sample": False, "temperature": 1.0, "top_k": 50}
 NUM_NEW = BLOCK_SIZE - 10
 
 
@@ -46,7 +46,7 @@ NUM_NEW = BLOCK_SIZE - 10
     [
         GREEDY,
         GREEDY | {"repetition_penalty": 1.5},
-        {},  # the model's own generation_config
+        {},  # of a model that does not say how: nanoGPT's
         {"do_sample": True, "temperature": 1.3, "top_k": 50, "top_p": 0.8, "repetition_penalty": 1.2},
     ],
 )
@@ -58,6 +58,7 @@ def test_texts_within_the_context_are_those_of_generate(loaded, options):
     ids = tokenizer(["the cat"] * 3, return_tensors="pt").input_ids
     with torch.random.fork_rng():
         torch.manual_seed(3)
+        options = options or {"do_sample": True, "temperature": 0.8, "top_k": 200}
         found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, **options)
     assert ["the cat" + text for text in texts] == tokenizer.batch_decode(found, skip_special_tokens=True)
     assert len({*texts}) == (3 if options.get("do_sample") else 1)
@@ -201,8 +202,8 @@ def test_several_samples_appear_one_after_the_other(generate, loaded):
 def test_a_prompt_that_is_typed_again_gets_another_text(generate, loaded, monkeypatch, typed):
     """Prompts come from a pipe until it ends or has an empty line; the first one's text is that of the seed."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed, newline=""))
-    first, second, end = generate("--interactive", "--temperature", 1).split("\n\n")
-    assert [first.removeprefix("the")] == generate_texts(*loaded, "the", max_new_tokens=12, do_sample=True)
+    first, second, end = generate("--interactive").split("\n\n")
+    assert [first.removeprefix("the")] == generate_texts(*loaded, "the", max_new_tokens=12)
     assert second.startswith("the")
     assert second != first
     assert end == ""
@@ -265,10 +266,12 @@ def test_a_sample_during_training_is_that_of_the_saved_model(in_training, option
 def test_a_sample_of_a_chat_model_answers_the_prompt(in_training, chat_dir):
     model, _ = in_training()
     tokenizer = AutoTokenizer.from_pretrained(chat_dir)
-    turns, options = [{"role": "user", "content": "the cat"}], {"max_new_tokens": 64, "do_sample": True}
+    turns, options = [{"role": "user", "content": "the cat"}], {"max_new_tokens": 64}
     model.resize_token_embeddings(len(tokenizer))
     answers = generate_texts(model.eval(), tokenizer, turns, seed=1, **options)
-    assert [sample_text(model, tokenizer, "the cat", 1, len(tokenizer))] == [f"the cat\n\n{text}" for text in answers]
+    assert [sample_text(model, tokenizer, "the cat", 1, len(tokenizer))] == [
+        f"user: the cat\n\nassistant: {text}" for text in answers
+    ]
 
 
 @pytest.mark.parametrize("options", [{}, {"activation_checkpointing": "true"}, {"bf16_residual": True}])

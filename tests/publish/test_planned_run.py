@@ -56,7 +56,7 @@ def test_time_and_cost_are_those_computed_by_hand(capsys):
     for expected in (
         f"{hours:,.1f} hours on 8 x h100",
         f"${8 * hours * 3:,.0f} for",
-        "124,475,904 with the padded vocabulary",
+        "124,475,904, vocabulary of 50,304",
         "64 rows x 1 per step",
         f"{hours * 3.6e6 / 19073:,.0f} ms",
         "20.0 GB per process and epoch",
@@ -214,7 +214,7 @@ def test_a_failed_check_is_the_exit_status(program, monkeypatch, capsys):
         program.main()
     found = capsys.readouterr().out
     assert "g++ is broken" in found and found.count("FAILED ") == 1 and found.count("ok ") == 5
-    assert "124,475,904 with the padded vocabulary" in found
+    assert "124,475,904, vocabulary of 50,304" in found
 
 
 def test_a_check_that_fails_names_the_remedy(program, monkeypatch):
