@@ -23,7 +23,7 @@ from transformers import (
 from recipe.config import TrainConfig
 from recipe.data.packed import open_packed_dataset
 from recipe.data.tokenizer import train_tokenizer
-from recipe.evaluation.generation import generate_texts, load_model
+from recipe.evaluation.generation import encode_prompt, load_model
 from recipe.evaluation.text import read_text
 from recipe.model.build import build_model, build_model_config
 from recipe.model.files import own_files
@@ -87,8 +87,11 @@ def config_of(folder: Path, name: str = "config.json") -> dict:
 # ------------------------------------------------------------------ what is kept
 
 
-def test_what_is_not_trained_is_copied_byte_for_byte(instruct, tune):
-    """By a checkpoint and by a run that resumes, too."""
+def test_what_is_not_trained_is_copied_byte_for_byte(instruct, chat_tokenizer, tune, capsys):
+    """By a checkpoint and by a run that resumes, too.
+
+    The embedding of the padding, which is the end of text, is trained. A dropout that the type lacks is named.
+    """
     for num_steps in (1, 2):
         run = tune(instruct, "--save_steps", 1, "--resume_from_checkpoint", "auto", "--max_steps", num_steps)
     for folder in (run, run / "checkpoint-1"):
@@ -99,18 +102,10 @@ def test_what_is_not_trained_is_copied_byte_for_byte(instruct, tune):
     tokenizer = AutoTokenizer.from_pretrained(run)
     text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
     assert text == "<|start|>user: hi"
-
-
-def test_a_dropout_that_the_type_lacks_is_named(instruct, tune, capsys):
-    tune(instruct)
-    assert "resid_pdrop" in read_words(capsys)
-
-
-def test_the_embedding_of_the_padding_is_trained_if_it_is_the_end_of_text(instruct, chat_tokenizer, tune):
+    weights = [load_file(folder / "model.safetensors")["model.embed_tokens.weight"] for folder in (instruct, run)]
     assert chat_tokenizer.pad_token_id == chat_tokenizer.eos_token_id
-    weights = [load_file(folder / "model.safetensors") for folder in (instruct, tune(instruct))]
-    rows = [of["model.embed_tokens.weight"][chat_tokenizer.eos_token_id] for of in weights]
-    assert not torch.equal(*rows)
+    assert not torch.equal(*(rows[chat_tokenizer.eos_token_id] for rows in weights))
+    assert "resid_pdrop" in read_words(capsys)
 
 
 def test_a_model_of_the_hub_keeps_its_files(instruct, tune, hub, tmp_path):
@@ -159,7 +154,7 @@ def test_no_path_of_its_authors_machine_is_exported(instruct, tune, tmp_path):
 def test_documents_begin_as_the_model_expects(
     tmp_path, jsonl_file, instruct, train, capsys, source, is_tuned, has_bos
 ):
-    """A fine-tuned model has its BOS before documents, a new model has none, and exported tokenizers agree."""
+    """A fine-tuned model has its BOS before documents, a new model has none; exported tokenizers and prompts agree."""
     data, run = tmp_path / "data", tmp_path / "run"
     command = [source, instruct, "--train_file", jsonl_file, "--output_dir", data]
     assert not run_script("scripts/prepare_data.py", *command)
@@ -173,20 +168,10 @@ def test_documents_begin_as_the_model_expects(
     model = ["--model_name_or_path", instruct] if is_tuned else TINY
     train("--dataset_dir", data, *SHORT, *model, "--output_dir", run, alone=True)
     exported = AutoTokenizer.from_pretrained(run)
-    assert exported(text)["input_ids"] == [bos] * has_bos + ids
+    assert exported(text)["input_ids"] == [bos] * has_bos + ids == encode_prompt(exported, text)
+    assert encode_prompt(exported, "") == [bos if has_bos else eos]
     assert read_text(str(jsonl_file), exported).documents[0].tolist() == [bos if has_bos else eos, *ids]
     assert ("prepare it with --model" in read_words(capsys)) == (is_tuned and not has_bos)
-
-
-@pytest.mark.parametrize("prompt", ["the", ""])
-def test_generation_begins_as_training_did(instruct, prompt):
-    """A prompt follows the BOS; an empty one is the BOS."""
-    model, tokenizer = load_model(instruct, "cpu")
-    seen = []
-    model.register_forward_pre_hook(lambda _, given: seen.append(given[0].tolist()))
-    generate_texts(model, tokenizer, prompt, max_new_tokens=1)
-    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    assert seen == [[[tokenizer.bos_token_id, *ids]]]
 
 
 def test_an_end_of_text_beyond_the_vocabulary_is_replaced(tmp_path, tokenizer_dir, tune, capsys):

@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from helpers import BLOCK_SIZE, ONE_STEP, TWO_STEPS, run_script, stock_loss, values_of
+from helpers import BLOCK_SIZE, ONE_STEP, run_script, stock_loss, values_of
 from safetensors.torch import load_file
 from tiny_runs import SHAPES, WIDE, options_of
 from torch.nn import functional as F
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from recipe.command_line import load_config
 from recipe.errors import UserError
@@ -55,12 +55,6 @@ def test_the_recipes_have_the_sizes_of_openais_models(size, padded, exported):
     assert sum(p.numel() for p in model.parameters()) == count_parameters(model.config) == padded
     assert count_exported_parameters(model, 50257) == exported
     assert (model.config.n_positions, model.config.eos_token_id, model.config.resid_pdrop) == (1024, 50256, 0.0)
-
-
-def test_parameters_of_a_published_llama():
-    """TinyLlama 1.1B has 1,100,048,384 parameters."""
-    shape = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_key_value_heads": 4}
-    assert count_parameters(LlamaConfig(**shape, vocab_size=32000, num_attention_heads=32)) == 1_100_048_384
 
 
 @pytest.mark.parametrize(
@@ -159,13 +153,6 @@ def make_rows():
     return rows[:, :-1], targets
 
 
-def build_loss(model, label_smoothing, num_chunks, backend):
-    module = LanguageModelingLoss(model, 500, label_smoothing, num_chunks)
-    if backend:
-        module.compile(backend=backend, fullgraph=True, dynamic=False)
-    return module
-
-
 @pytest.mark.parametrize(
     ("model_type", "attention", "label_smoothing", "num_chunks", "backend"),
     [
@@ -179,9 +166,14 @@ def build_loss(model, label_smoothing, num_chunks, backend):
 def test_loss_and_gradients_are_torchs_cross_entropy_of_the_stock_model(
     tmp_path, model_type, attention, label_smoothing, num_chunks, backend
 ):
-    """The vocabulary is padded. Targets of -100 count in neither the sum nor the mean."""
+    """The vocabulary is padded. Targets of -100 count in neither the sum nor the mean.
+
+    Evaluation returns the nats of each target, in fp32 without smoothing, and 0 where a target does not count.
+    """
     model, stock = tiny_and_stock(tmp_path, model_type, attention)
-    module, (input_ids, targets) = build_loss(model, label_smoothing, num_chunks, backend).train(), make_rows()
+    module, (input_ids, targets) = LanguageModelingLoss(model, 500, label_smoothing, num_chunks).train(), make_rows()
+    if backend:
+        module.compile(backend=backend, fullgraph=True, dynamic=False)
     logits = stock(input_ids=input_ids).logits.flatten(0, 1)
     expected = F.cross_entropy(logits, targets.flatten(), label_smoothing=label_smoothing)
     outputs = module(input_ids, targets)
@@ -195,20 +187,11 @@ def test_loss_and_gradients_are_torchs_cross_entropy_of_the_stock_model(
     assert model.get_input_embeddings().weight.grad[EOS].any()  # its embedding is trained, not treated as padding
     nothing = torch.full_like(targets, IGNORE_INDEX)
     assert module(input_ids, nothing)["loss"].item() == 0  # not NaN
-    torch.compiler.reset()
-
-
-@pytest.mark.parametrize(("num_chunks", "backend"), [(1, None), (4, None), (1, "aot_eager")])
-def test_evaluation_returns_the_nats_of_each_target(tmp_path, num_chunks, backend):
-    """In eval mode, in fp32 without smoothing, and 0 where a target does not count."""
-    model, stock = tiny_and_stock(tmp_path)
-    module, (input_ids, targets) = build_loss(model, 0.3, num_chunks, backend).eval(), make_rows()
-    found = module(input_ids, targets)
-    logits = stock(input_ids=input_ids).logits
-    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+    found, expected = module.eval()(input_ids, targets), F.cross_entropy(logits, targets.flatten(), reduction="none")
     assert found["losses"].dtype == torch.float32
-    torch.testing.assert_close(found["losses"], expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found["losses"].flatten(), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found["loss"], expected.sum() / (targets >= 0).sum(), rtol=1e-6, atol=1e-6)
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize(("label_smoothing", "autocast"), [(0.0, False), (0.1, False), (0.1, True)])
@@ -255,38 +238,30 @@ def test_the_saved_model_is_stock_and_keeps_every_weight(tmp_path, model_type, t
     load_weights(other, tmp_path, 500)
     for name, tensor in other.state_dict().items():
         assert torch.equal(tensor[:500], model.state_dict()[name][:500]), name
-
-
-def test_a_loaded_model_is_in_training_mode(tmp_path):
-    """In eval mode, the trial step that finds the micro-batch would use less memory than training."""
-    config, model_config, model = tiny()
-    save(model, model_config, tmp_path)
+    # In eval mode, the trial step that finds the micro-batch would use less memory than training.
     assert all(module.training for module in build_model(config, model_config, source=tmp_path).modules())
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-def test_a_run_of_another_type_leaves_a_stock_model_with_the_loss_that_it_reports(train, dataset_dir, model_type):
-    """The loss falls, and Transformers' masked model has the last evaluation's loss over all validation rows."""
+def test_a_run_of_another_type_leaves_a_stock_model_with_the_loss_that_it_reports(
+    train, tmp_path, dataset_dir, jsonl_file, model_type
+):
+    """The loss falls, and Transformers' masked model has the last evaluation's loss over all validation rows.
+
+    Another run starts from its weights, and takes its type and its number of positions as block size.
+    """
     run = train("--max_steps", "30", "--max_eval_samples", "all", shape=options_of(model_type))
     losses = values_of(run, "loss", "eval")
     assert losses[-1] < losses[0] - 0.5
     tokens = torch.from_numpy(np.fromfile(dataset_dir / "validation-00000.bin", np.uint16).astype(np.int64))
     rows = tokens.unfold(0, BLOCK_SIZE + 1, BLOCK_SIZE)
     assert stock_loss(run, rows.numpy()) == pytest.approx(losses[-1], rel=1e-5)
-    card = (run / "README.md").read_text()
-    assert json.loads((run / "config.json").read_text())["architectures"][0] in card
-    assert f"- {model_type}\n" in card
-    assert "GPT-2 language" not in card
-
-
-def test_a_run_continues_a_saved_model_of_another_type(train, tmp_path, jsonl_file):
-    """The run reads the model's type, starts from its weights, and takes its number of positions as block size."""
-    first = train(*TWO_STEPS, shape=options_of("llama"), output_dir=tmp_path / "first")
-    start = ["--model_name_or_path", first, *ONE_STEP, "--learning_rate", "1e-9"]
+    assert json.loads((run / "config.json").read_text())["architectures"][0] in (run / "README.md").read_text()
+    start = ["--model_name_or_path", run, *ONE_STEP, "--learning_rate", "1e-9"]
     second = train(*start, shape=[], output_dir=tmp_path / "second")
-    before, after = (load_file(run / "model.safetensors") for run in (first, second))
+    before, after = (load_file(folder / "model.safetensors") for folder in (run, second))
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-7)
-    assert not run_script("scripts/evaluate_model.py", "--model", first, "--text_file", jsonl_file)
+    assert not run_script("scripts/evaluate_model.py", "--model", run, "--text_file", jsonl_file)
 
 
 # ------------------------------------------------------------------ types that are trained right
@@ -343,26 +318,19 @@ def test_a_small_copy_shows_whether_a_model_would_be_trained_right(model_type, s
     assert torch.equal(torch.get_rng_state(), before)
 
 
-LAYERS = {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+THETA, LINEAR = {"rope_theta": 1e5}, {"rope_type": "linear", "factor": 2.0}
+NEOX = {"rotary_emb_base": 1e5, "rotary_pct": 0.5, "rope_scaling": None}
 
 
 @pytest.mark.parametrize(
     ("model_type", "rope", "expected"),
     [
         ("gpt2", None, {"n_ctx": 1024}),
-        ("llama", {"rope_theta": 1e5}, {"rope_theta": 1e5, "rope_scaling": None}),
-        (
-            "llama",
-            {"rope_theta": 1e5, "rope_type": "linear", "factor": 2.0},
-            {"rope_theta": 1e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-        ),
-        (
-            "gpt_neox",
-            {"rope_theta": 1e5, "partial_rotary_factor": 0.5},
-            {"rotary_emb_base": 1e5, "rotary_pct": 0.5, "rope_scaling": None},
-        ),
+        ("llama", THETA, THETA | {"rope_scaling": None}),
+        ("llama", THETA | LINEAR, THETA | {"rope_scaling": LINEAR}),
+        ("gpt_neox", THETA | {"partial_rotary_factor": 0.5}, NEOX),
         ("opt", None, {}),  # it has none
-        ("olmo3", LAYERS, None),  # one for each type of layer
+        ("olmo3", {"full_attention": THETA | {"rope_type": "default"}}, None),  # one for each type of layer
     ],
 )
 def test_a_config_has_the_names_of_transformers_4(tmp_path, model_type, rope, expected):
