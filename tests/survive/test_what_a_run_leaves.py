@@ -1,6 +1,5 @@
 """What a run prints, records and sends to trackers, and what it never shows."""
 
-import contextlib
 import io
 import json
 import math
@@ -12,48 +11,31 @@ import types
 from functools import partial
 from unittest import mock
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import yaml
 from accelerate import Accelerator
 from faults import AUTO
 from helpers import (
     BLOCK_SIZE,
     ONE_STEP,
     list_steps,
-    make_documents,
     read_events,
     read_summary,
     read_weights,
-    read_words,
-    run_script,
     values_of,
 )
 
-import recipe.evaluation.scoring
 import recipe.train
 from recipe.checkpoint import RunState, Stage
-from recipe.command_line import CONFIGS_DIR, load_config
+from recipe.command_line import load_config
 from recipe.metrics import find_train_loss, has_begun_to_diverge
 from recipe.metrics import read_events as read_metrics
 from recipe.progress import LineStream
-from recipe.publish.public import write_public_files
 from recipe.run.decide import count_epochs
 from recipe.run.end import compare_with_expected
 from recipe.run.log import RunLog, describe_progress, describe_seen
 from recipe.run.look import default_name, read_evaluations
 
 TENSORBOARD = ["--report_to", "tensorboard"]
-
-
-@pytest.fixture(scope="module")
-def printed_run(train_shared):
-    """A run, and what it printed."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        run = train_shared("--save_steps", 1, "--sample_prompt", "cat", *TENSORBOARD)
-    return run, printed.getvalue()
 
 
 def find_logged(run, name):
@@ -67,12 +49,24 @@ def find_logged(run, name):
 # ------------------------------------------------------------------ what is printed
 
 
-def test_the_closing_lines_repeat_the_summary_to_be_grepped(printed_run):
-    """The closing lines have the form `key: value` and follow everything else about the results."""
-    run, printed = printed_run
+def test_the_log_the_terminal_and_tensorboard_show_the_same_numbers(train, capsys):
+    """An evaluation between two log lines has the mean training loss since the last one.
+
+    The closing lines have the form `key: value`. Each evaluation has a sample; the last one is shown.
+    """
+    run = train("--max_steps", 6, "--logging_steps", 4, "--eval_steps", 3, "--sample_prompt", "cat", *TENSORBOARD)
+    printed = capsys.readouterr().out
+    losses = values_of(train("--max_steps", 6, output_dir=run.with_name("each")), "loss")
+    first, *evaluations = read_events(run, "eval")
+    means = [event["train_loss"] for event in evaluations]
+    assert "train_loss" not in first
+    assert means == pytest.approx([sum(losses[:3]) / 3, sum(losses[3:]) / 3], abs=1e-6)
+    assert f"train {means[0]:.4f}, validation {evaluations[0]['loss']:.4f}, " in printed
+    samples = [event["text"] for event in read_events(run, "sample")]
+    assert list_steps(run, "sample") == [0, 3, 6] and f"'cat':\n    {samples[-1]}\n" in printed
     found = dict(re.findall(r"^(\w+): +(\S+)$", printed.partition("\n---\n")[2], re.MULTILINE))
     summary = read_summary(run)
-    assert (int(found["steps"]), int(found["tokens"]), found["model"]) == (4, 4 * 4 * BLOCK_SIZE, str(run))
+    assert (int(found["steps"]), int(found["tokens"]), found["model"]) == (6, 6 * 4 * BLOCK_SIZE, str(run))
     for key, value, tolerance in (
         ("initial_loss", summary["initial"]["loss"], 1e-4),
         ("eval_loss", summary["eval_loss"], 1e-4),
@@ -84,20 +78,41 @@ def test_the_closing_lines_repeat_the_summary_to_be_grepped(printed_run):
         ("peak_memory_gb", summary["peak_memory_bytes"] / 1e9, 0.01),
     ):
         assert float(found[key]) == pytest.approx(value, abs=tolerance), key
+    for event, key in (("train", "loss"), ("eval", "perplexity")):
+        expected = [(line["step"], pytest.approx(line[key])) for line in read_events(run, event)]
+        assert find_logged(run, f"{event}/{key}") == expected
 
 
-def test_each_evaluation_has_a_sample_of_which_the_last_one_is_shown(printed_run):
-    run, printed = printed_run
-    samples = [event["text"] for event in read_events(run, "sample")]
-    assert list_steps(run, "sample") == [0, 4]
-    assert all(text.startswith("cat") for text in samples)
-    assert f"'cat':\n    {samples[-1]}\n" in printed
+def test_a_log_line_has_what_a_run_needs_to_be_watched():
+    values = {"loss": 3.9123, "learning_rate": 6e-4, "grad_norm": 0.5, "step_ms": 93.2, "tokens_per_second": 5.25e5}
+    values |= {"skipped_steps": 0, "share_waiting_for_data": 0.01, "mfu": None}
+    values |= {"memory_bytes": 12e9, "peak_memory_bytes": 36e9}
+    shown = "loss 3.912, lr 6.0e-04, norm 0.50, 93 ms, 525k tok/s, 30% of 40 GB, peak 90%"
+    assert ", ".join(describe_progress(values, 40 * 10**9)) == shown
+    more = {"epoch": 2.51, "skipped_steps": 3, "share_waiting_for_data": 0.12, "mfu": 0.45, "loss_scale": 65536.0}
+    shown = describe_progress(values | more, 40 * 10**9)
+    assert {"epoch 2.5", "skipped updates 3", "12% waiting for data", "45% MFU", "scale 65,536"} <= {*shown}
 
 
-def test_a_long_evaluation_shows_its_progress(train, monkeypatch, capsys):
-    monkeypatch.setattr(recipe.evaluation.scoring, "SILENT_SECONDS", 0.0)
-    train(*ONE_STEP, "--max_eval_samples", "all")
-    assert "evaluating" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("examples", "mixture", "expected"),
+    [
+        (250, False, "128k tokens + 10.2k of validation = 138k; 20 documents; epoch 0.25 (1.0 h)"),
+        (2500, False, "80 documents; epoch 2.50 (1.0 h)"),  # every document is seen once, and then again
+        (250, True, "20 documents; epoch 0.05 of a, 0.20 of b"),
+    ],
+)
+def test_tokens_documents_and_hours_are_those_counted_by_hand(examples, mixture, expected):
+    """A quarter of 1,000 rows has a quarter of the documents; a mixture has those of each dataset."""
+    metadata = {"splits": {"train": {"rows": 1000, "documents": 80}}}
+    if mixture:
+        metadata["mixture"] = {name: metadata | {"share": share} for name, share in (("a", 0.2), ("b", 0.8))}
+    counting = partial(count_epochs, metadata, streaming=False)
+    config, data = types.SimpleNamespace(block_size=512), types.SimpleNamespace(metadata=metadata)
+    run = types.SimpleNamespace(config=config, data=data, count_epochs=counting)
+    evaluations = {0: {"num_rows": 10}, 5: {"num_rows": 10}}
+    state = RunState(examples=examples, evaluations=evaluations, stages=[Stage(512)])
+    assert describe_seen(run, state, 512000 / 3600).endswith(expected)
 
 
 def test_log_files_get_lines_instead_of_a_redrawn_bar():
@@ -106,50 +121,6 @@ def test_log_files_get_lines_instead_of_a_redrawn_bar():
     for text in ("\rtrain  10%", "\rtrain  20%", "\n"):
         lines.write(text)
     assert stream.getvalue() == "train  10%\ntrain  20%\n"
-
-
-def test_a_log_line_has_the_most_important_numbers_first():
-    values = {"loss": 3.9123, "learning_rate": 6e-4, "grad_norm": 0.5, "step_ms": 93.2, "tokens_per_second": 5.25e5}
-    values |= {"skipped_steps": 0, "share_waiting_for_data": 0.01, "mfu": 0.45}
-    values |= {"memory_bytes": 12e9, "peak_memory_bytes": 36e9}
-    *parts, utilization, memory = describe_progress(values, 40 * 10**9)
-    assert parts == ["loss 3.912", "lr 6.0e-04", "norm 0.50", "93 ms", "525k tok/s"]
-    assert (utilization, memory) == ("45% MFU", "30% of 40 GB, peak 90%")
-    later = describe_progress(values | {"epoch": 2.51}, 40 * 10**9)
-    assert later == [*parts[:3], "epoch 2.5", *parts[3:], utilization, memory]
-    more = {"skipped_steps": 3, "share_waiting_for_data": 0.12, "loss_scale": 65536.0}
-    shown = [*parts[:3], "skipped updates 3", *parts[3:], "12% waiting for data", utilization, "scale 65,536", memory]
-    assert describe_progress(values | more, 40 * 10**9) == shown
-
-
-def run_of(streaming=False, **metadata):
-    """Stand for a run, of which only the data matter."""
-    config = types.SimpleNamespace(block_size=512, streaming=streaming)
-    counting = partial(count_epochs, metadata, streaming=streaming)
-    data = types.SimpleNamespace(metadata=metadata)
-    return types.SimpleNamespace(config=config, data=data, count_epochs=counting)
-
-
-def test_tokens_documents_and_hours_are_those_counted_by_hand():
-    """A quarter of 1,000 rows has a quarter of the documents; a mixture has those of each dataset."""
-    splits = {"train": {"rows": 1000, "documents": 80}}
-    evaluations = {0: {"num_rows": 10}, 5: {"num_rows": 10}}
-    state = RunState(examples=250, evaluations=evaluations, stages=[Stage(512)])
-    speed = 512000 / 3600
-    found = describe_seen(run_of(splits=splits), state, speed)
-    assert found == "128k tokens + 10.2k of validation = 138k; 20 documents; epoch 0.25 (1.0 h)"
-    parts = {name: {"splits": splits, "share": share} for name, share in (("a", 0.2), ("b", 0.8))}
-    mixed = describe_seen(run_of(splits=splits, mixture=parts), state, 1.0)
-    assert mixed.endswith("= 138k; 20 documents; epoch 0.05 of a, 0.20 of b")
-    assert describe_seen(run_of(True, splits=splits), state, 1.0) == "128k tokens + 10.2k of validation = 138k"
-    state.examples = 12
-    assert "; 1 document; epoch 0.01" in describe_seen(run_of(splits=splits), state, speed)
-    state.examples = 2500  # every document is seen once, and then again
-    assert "; 80 documents; epoch 2.50 (1.0 h)" in describe_seen(run_of(splits=splits), state, speed)
-    state.begin_stage(256, "")  # with other data, which begin at their first example
-    state.examples += 500
-    assert state.tokens == 2500 * 512 + 500 * 256
-    assert "; epoch 0.50 (" in describe_seen(run_of(splits=splits), state, 1.0)
 
 
 def test_a_run_is_named_after_its_text_or_else_after_its_recipe(dataset_dir):
@@ -166,13 +137,6 @@ def test_a_run_is_named_after_its_text_or_else_after_its_recipe(dataset_dir):
 
 
 # ------------------------------------------------------------------ trackers
-
-
-def test_tensorboard_has_the_numbers_of_the_log(printed_run):
-    run = printed_run[0]
-    for event, key in (("train", "loss"), ("eval", "perplexity")):
-        expected = [(line["step"], pytest.approx(line[key])) for line in read_events(run, event)]
-        assert find_logged(run, f"{event}/{key}") == expected
 
 
 def test_tensorboard_shows_the_steps_of_the_log_after_a_resume(train):
@@ -250,20 +214,6 @@ def test_the_mean_training_loss_is_that_of_the_steps_since_the_last_evaluation(l
     assert find_train_loss(events) == (None if expected is None else pytest.approx(expected))
 
 
-def test_an_evaluation_between_two_log_lines_has_the_mean_training_loss_since_the_last_one(train, capsys):
-    """The log and the screen show training beside validation."""
-    run = train("--max_steps", 6, "--logging_steps", 4, "--eval_steps", 3)
-    shown = capsys.readouterr().out
-    each = train("--max_steps", 6, output_dir=run.with_name("each"))
-    losses = values_of(each, "loss")
-    first, *evaluations = read_events(run, "eval")
-    assert "train_loss" not in first
-    means = [event["train_loss"] for event in evaluations]
-    assert means == pytest.approx([sum(losses[:3]) / 3, sum(losses[3:]) / 3], abs=1e-6)
-    assert f"train {means[0]:.4f}, validation {evaluations[0]['loss']:.4f}, " in shown
-    assert f" {3 * 4 * BLOCK_SIZE} tokens + " in shown.replace(".00", "")
-
-
 def test_a_line_of_the_log_that_no_run_has_written_is_ignored(tmp_path):
     """A folder may come from somebody else."""
     lines = ['{"event": "train", "step": 1e999}', '{"event": "eval", "step": "x"}', '{"step": 1}', "[]"]
@@ -312,21 +262,6 @@ def test_the_loss_is_compared_with_the_recipes_for_its_dataset_and_length(loss, 
     text = {"train_files": [source]} if source.startswith(("data/", "runs/")) else {"dataset_name": source}
     found = compare_with_expected(config, {"source": text, "content_sha256": "abc"}, num_tokens, loss)
     assert found is None if verdict is None else verdict in found
-
-
-def test_the_flagship_run_compares_its_loss(train, tmp_path, tokenizer_dir, capsys):
-    """The README prepares its text from a folder below one with the dataset's name; the path is not public."""
-    folder = tmp_path / "runs" / "fineweb-edu" / "sample" / "10BT"
-    folder.mkdir(parents=True)
-    pq.write_table(pa.table({"text": make_documents(300)}), folder / "000_00000.parquet")
-    packed = tmp_path / "packed"
-    options = ["--train_file", folder, "--tokenizer_name", tokenizer_dir, "--output_dir", packed]
-    assert not run_script("scripts/prepare_data.py", *options)
-    known = yaml.safe_load((CONFIGS_DIR / "gpt2_124m.yaml").read_text())["expected_loss"] | {"tokens": 4 * 4 * 32}
-    run = train("--expected_loss", ",".join(f"{key}={value}" for key, value in known.items()), dataset_dir=packed)
-    assert f"HuggingFaceFW/fineweb-edu: {known['value']} +/- {known['tolerance']}" in read_words(capsys)
-    write_public_files(run, run, 4, "jo/tiny")
-    assert "10BT" not in (run / "metrics.jsonl").read_text() + (run / "training_config.yaml").read_text()
 
 
 def test_a_run_whose_loss_is_not_finite_ends_with_its_results(train, monkeypatch, capsys):
