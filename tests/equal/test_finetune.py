@@ -9,13 +9,12 @@ import torch
 from helpers import PLAIN, TINY, make_documents, read_words, run_script
 from hub_repository import File, Repository
 from safetensors.torch import load_file
+from small_model import save_small_model
 from tokenizers import processors
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     PreTrainedTokenizerFast,
 )
@@ -176,10 +175,8 @@ def test_documents_begin_as_the_model_expects(
 
 def test_an_end_of_text_beyond_the_vocabulary_is_replaced(tmp_path, tokenizer_dir, tune, capsys):
     """As in a config whose author left GPT-2's default."""
-    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=16, n_positions=32, vocab_size=500))
-    model.save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(tmp_path / "model")
-    assert config_of(tune(tmp_path / "model"))["eos_token_id"] == 0
+    model = save_small_model(tmp_path / "model", tokenizer_dir, bos_token_id=50256, eos_token_id=50256)
+    assert config_of(tune(model))["eos_token_id"] == 0
     assert "50256" in read_words(capsys)
 
 
@@ -238,22 +235,15 @@ def test_special_tokens_in_a_text_are_parsed_only_on_request(tmp_path, chat_toke
 
 
 @pytest.mark.parametrize("tie", [True, False])
-def test_added_tokens_start_as_the_mean(tmp_path, instruct, tie):
+def test_added_tokens_start_as_the_mean(tmp_path, tokenizer_dir, tie):
     """Exactly, in the embeddings and in the output matrix."""
-    shutil.copytree(instruct, tmp_path / "model")
-    model = AutoModelForCausalLM.from_pretrained(instruct, tie_word_embeddings=tie)
-    if not tie:
-        torch.nn.init.normal_(model.lm_head.weight)
-    model.save_pretrained(tmp_path / "model")
-    config = TrainConfig(train_file=["a.txt"], model_name_or_path=str(tmp_path / "model"), block_size=16)
-    model_config = build_model_config(config, 405, 401, config.model_name_or_path, 400)
-    assert model_config.vocab_size == 405
-    built = build_model(config, model_config, config.model_name_or_path)
-    for layer in (built.get_input_embeddings(), built.get_output_embeddings()):
-        mean = layer.weight[:403].mean(dim=0)
-        assert len(layer.weight) == 512
-        assert torch.equal(layer.weight[403], mean)
-        assert torch.equal(layer.weight[404], mean)
+    folder = save_small_model(tmp_path / "model", tokenizer_dir, tie_word_embeddings=tie)
+    config = TrainConfig(train_file=["a.txt"], model_name_or_path=str(folder), block_size=16)
+    model = build_model(config, build_model_config(config, 502, 0, folder, 500), folder)
+    assert model.config.tie_word_embeddings == tie
+    for rows in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
+        assert len(rows) == 512
+        assert torch.equal(rows[500:502], rows[:500].mean(dim=0).expand(2, -1))
 
 
 def test_a_model_fine_tuned_with_added_tokens_has_their_number(tmp_path, instruct, tune, capsys):

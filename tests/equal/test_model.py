@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import BLOCK_SIZE, ONE_STEP, run_script, stock_loss, values_of
 from safetensors.torch import load_file
-from tiny_runs import SHAPES, WIDE, options_of
+from tiny_runs import SHAPES, options_of
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
@@ -57,23 +57,10 @@ def test_the_recipes_have_the_sizes_of_openais_models(size, padded, exported):
     assert (model.config.n_positions, model.config.eos_token_id, model.config.resid_pdrop) == (1024, 50256, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("shape", "better"),
-    [("n_head=12,n_embd=768", None), ("n_head=3,n_embd=99", ("40", "120")), ("n_head=1,n_embd=33", ("1 head of",))],
-)
-def test_an_odd_width_of_heads_is_named_with_the_next_good_one(shape, better):
+def test_an_odd_width_of_heads_is_named_with_the_next_good_one():
     """Three heads of 33 values should have 40, in a model of width 120."""
-    config = build_model_config(load_config(["--dataset_dir", "d", "--config_overrides", shape])[0], 500, EOS)
-    found = find_odd_size(config)
-    assert found is None if better is None else all(number in found for number in better)
-
-
-def test_another_type_replaces_the_recipes_shape():
-    """GPT-2's names in a recipe do not reach another type, and stay with its own type."""
-    data = ["--config", "gpt2_355m", "--dataset_dir", "d"]
-    assert load_config([*data, "--model_type", "gpt2"])[0].config_overrides["n_layer"] == 24
-    overrides = ["--config_overrides", WIDE]
-    assert "n_layer" not in load_config([*data, "--model_type", "llama", *overrides])[0].config_overrides
+    found = find_odd_size(tiny("gpt2", "n_head=3", "n_embd=99")[1])
+    assert "40" in found and "120" in found and find_odd_size(tiny()[1]) is None
 
 
 # ------------------------------------------------------------------ the model that trains

@@ -5,13 +5,11 @@ import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
-from helpers import PLAIN, ROOT, TINY, default_arguments, launch, list_steps, make_documents, read_summary, run_script
+from helpers import PLAIN, TINY, default_arguments, launch, list_steps, make_documents, read_summary, run_script
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.evaluation.validation import Validation
@@ -123,11 +121,3 @@ def test_ctrl_c_before_the_first_step_promises_no_checkpoint(train, tmp_path, da
     assert printed.endswith("interrupted\n") and "Traceback" not in printed
     assert not list(tmp_path.glob("run/checkpoint-*"))
     assert list_steps(train(), "eval") == [0, 4]
-
-
-def test_nothing_of_posix_is_used_before_it_is_looked_for(tmp_path, dataset_dir):
-    """A stand-in for Windows, on which nothing has been tried."""
-    arguments = default_arguments(dataset_dir, tmp_path / "run", TINY)
-    command = [sys.executable, ROOT / "tests/programs/without_posix.py", ROOT / "recipe/train.py", *arguments]
-    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr

@@ -21,15 +21,12 @@ from recipe.publish.hub import MainBranch, decide_main
         ((None, 0, ("README.md",)), "a", 2, None, "refused"),
         ((None, 0, ("README.md",)), None, 0, None, "refused"),
         (("b", 2, ("README.md",)), "a", 4, None, "refused"),
-        (("b", 2, ("README.md",)), None, 0, None, "refused"),
-        (("b", 9, ()), "a", 4, None, "refused"),
         (("a", 2, ("README.md",)), "a", 4, None, "published"),
         (("a", 4, ("README.md",)), "a", 4, None, "published"),  # its card may name more branches
         (("a", 4, ("README.md",)), "a", 2, None, "kept"),
         # It has ended: its final model belongs on main, however old, and no other.
         ((None, 0, ()), "a", 2, 4, "kept"),
         ((None, 0, ()), "a", 4, 4, "published"),
-        (("a", 4, ("README.md",)), "a", 2, 2, "published"),
         (("a", 2, ("README.md",)), "a", 4, 2, "kept"),
         (("b", 2, ("README.md",)), "a", 4, 4, "refused"),
     ],
@@ -46,13 +43,11 @@ def test_who_owns_main(held, run_id, step, final_step, expected):
     ("name", "content", "named"),
     [
         ("README.md", b"# Mine", "README.md"),
-        ("README.md", b"---\nlicense: mit\n---\nNotes", "README.md"),
         ("README.md", b"---\nlicense: [mit\n---\n", "README.md"),  # which cannot be read
         ("README.md", b"---\n- a\n---\nhello", "README.md"),
         ("README.md", b"---\nrun_id: b\nstep: 9\n---\n", "another run, at step 9"),
         ("README.md", b"---\nlicense: mit\n---\n", None),  # the Hub's own form makes one
         ("README.md", b"---\nrun_id: [a]\nstep: many\n---\n", None),
-        ("tokenizer.json", b"{}", "tokenizer.json"),
         ("config.json", b"{}", "config.json"),
         ("model.gguf", b"x", "model.gguf"),
         ("notes.txt", b"x", None),  # no upload touches it

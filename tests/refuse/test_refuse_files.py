@@ -39,40 +39,35 @@ def rows(column: str, *values: object) -> str:
 IDS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 5001).astype("<u2")
 
 
-TEXTS = [  # file, content, options of scripts/prepare_data.py -> what the answer names
-    ("blank.txt", " \n\t\r\n", "", "blank.txt"),
-    ("none.csv", "text\n", "", "none.csv"),
-    ("blank.jsonl", rows("text", "", None), "", "blank.jsonl"),
-    ("body.jsonl", '{"body": "x", "id": 1}\n', "", "body.jsonl 'text' --text_column_name 'body'"),
-    (
-        "chat.jsonl",
-        '{"messages": [{"role": "user"}], "id": 1}\n',
-        "",
-        "chat.jsonl 'text' messages dialogs recipe/data/README.md",
-    ),
-    ("text.csv", f"{'a sentence ' * 10},2\n1,2\n", "", "text.csv --text_column_name line"),
-    ("columns.csv", "a,b\nhello,2\n", "", "columns.csv --text_column_name 'a' line"),
-    ("cut.jsonl", "{", "", "cut.jsonl 1"),
-    ("one.jsonl", rows("text", "word " * 900), "", "one.jsonl --validation_file, --document_separator"),
+TEXTS = [  # file, content -> what the answer names
+    ("blank.txt", " \n\t\r\n", "blank.txt"),
+    ("none.csv", "text\n", "none.csv"),
+    ("blank.jsonl", rows("text", "", None), "blank.jsonl"),
+    ("body.jsonl", '{"body": "x", "id": 1}\n', "body.jsonl 'text' --text_column_name 'body'"),
+    ("chat.jsonl", '{"messages": [{"role": "user"}]}\n', "chat.jsonl 'text' messages dialogs recipe/data/README.md"),
+    ("text.csv", f"{'a sentence ' * 10},2\n1,2\n", "text.csv --text_column_name line"),
+    ("columns.csv", "a,b\nhello,2\n", "columns.csv --text_column_name 'a' line"),
+    ("cut.jsonl", "{", "cut.jsonl 1"),
+    ("one.jsonl", rows("text", "word " * 900), "one.jsonl --validation_file, --document_separator"),
     # --- token ids
-    ("a.jsonl", rows("text", *20 * [[7], [7, VOCAB_SIZE]]), "", f"{VOCAB_SIZE} tokenizer"),
-    ("a.jsonl", rows("text", *20 * [[7], [7, 70_000]]), "", "70000 tokenizer"),  # as uint16 it would be 4464
-    ("a.jsonl", rows("text", *20 * [[7], [7, -5]]), "", "-5 tokenizer"),
-    ("a.jsonl", rows("text", *20 * [[7], [8], [9], "a", "b", "c"]), "", "text ids"),
-    ("a.bin", IDS.tobytes()[:-1], "", "a.bin 10,001"),
-    ("a.bin", IDS.astype("<u4").tobytes(), "", "a.bin uint16"),
-    ("a.bin", IDS.astype("<i8").tobytes(), "", "a.bin uint16"),
-    ("a.bin", shard_of(IDS, magic=20240801), "", "a.bin 20240801 20240520"),
-    ("a.bin", shard_of(IDS, version=2), "", "a.bin 2; 1,"),
-    ("a.bin", shard_of(IDS, count=9999), "", "a.bin 9,999 21,022 11,026"),
-    ("a.bin", shard_of(IDS + np.uint16(VOCAB_SIZE)), "", f"{VOCAB_SIZE} tokenizer"),
+    ("a.jsonl", rows("text", *20 * [[7], [7, VOCAB_SIZE]]), f"{VOCAB_SIZE} tokenizer"),
+    ("a.jsonl", rows("text", *20 * [[7], [7, 70_000]]), "70000 tokenizer"),  # as uint16 it would be 4464
+    ("a.jsonl", rows("text", *20 * [[7], [7, -5]]), "-5 tokenizer"),
+    ("a.jsonl", rows("text", *20 * [[7], [8], [9], "a", "b", "c"]), "text ids"),
+    ("a.bin", IDS.tobytes()[:-1], "a.bin 10,001"),
+    ("a.bin", IDS.astype("<u4").tobytes(), "a.bin uint16"),
+    ("a.bin", IDS.astype("<i8").tobytes(), "a.bin uint16"),
+    ("a.bin", shard_of(IDS, magic=20240801), "a.bin 20240801 20240520"),
+    ("a.bin", shard_of(IDS, version=2), "a.bin 2; 1,"),
+    ("a.bin", shard_of(IDS, count=9999), "a.bin 9,999 21,022 11,026"),
+    ("a.bin", shard_of(IDS + np.uint16(VOCAB_SIZE)), f"{VOCAB_SIZE} tokenizer"),
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "options", "names"), TEXTS)
-def test_texts_that_make_no_dataset(name, content, options, names):
+@pytest.mark.parametrize(("name", "content", "names"), TEXTS)
+def test_texts_that_make_no_dataset(name, content, names):
     Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    check_refusal(f"{PREPARE} {name} {options} --validation_split_percentage 50", names)
+    check_refusal(f"{PREPARE} {name} --validation_split_percentage 50", names)
 
 
 # ------------------------------------------------------------------ recipes
@@ -82,7 +77,6 @@ RECIPES = [  # content -> what the answer names
     ("a: " + "[" * 5000, "mine.yaml YAML"),
     ("lerning_rate: 1", "mine.yaml 'lerning_rate' learning_rate?"),
     ("config: demo", "'config'"),
-    ("1: 2", "'1'"),
     ("bf16: true\nmixed_precision: fp16", "mine.yaml mixed_precision"),
     ("seed: !!bool x", "mine.yaml YAML"),
     ("tf32: sure", "mine.yaml tf32 'sure'"),
@@ -94,10 +88,8 @@ RECIPES = [  # content -> what the answer names
     ("max_steps: null", "--max_steps, --num_train_epochs --max_minutes"),
     ("max_steps: 40\nnum_train_epochs: 0.5", "mine.yaml max_steps num_train_epochs"),
     ("hub_language: [en, null]", "mine.yaml hub_language"),
-    ("train_file: [a, ~]", "mine.yaml train_file"),
     ("optim: muon", "optim muon learning_rate 0.0006 adamw_torch_fused"),
     ("optim: --", "mine.yaml optim '--' muon"),
-    ("max_eval_samples: null", "mine.yaml max_eval_samples"),
     ("seed:", "seed"),
 ]
 
@@ -119,10 +111,7 @@ PRIVATE = {
     *("hub_license", "hub_language"),
 }
 HOSTILE = [  # the text of a recipe from the Hub -> what the answer names
-    (
-        "{push_to_hub: true, hub_model_id: me/precious, train_file: /etc/passwd}",
-        "hub_model_id, push_to_hub, train_file",
-    ),
+    ("{push_to_hub: true, hub_model_id: a/b, train_file: /etc/passwd}", "hub_model_id, push_to_hub, train_file"),
     ("train_file: !!set {a, b}", "train_file"),
     ("config_overrides: {1: 2}", "config_overrides names"),
     ('"\\e[2J": 1', r"\x1b"),
@@ -152,14 +141,11 @@ def test_a_recipe_from_the_hub_sets_no_private_option(published, name):
     check_refusal("recipe/train.py --config hf://jo/run", f"hf://jo/run {name}; training_config.yaml")
 
 
-def test_no_path_is_public():
-    assert not {*PATHS} & {*PUBLIC_OPTIONS}
-
-
 def test_a_recipe_from_the_hub_is_obeyed_in_what_is_public(published):
     published(yaml.safe_dump(HARMLESS))
     config = command_line.load_config(["--config", "hf://jo/run"])[0]
     assert {name: getattr(config, name) for name in HARMLESS} == HARMLESS
+    assert not {*PATHS} & {*PUBLIC_OPTIONS}
 
 
 def test_texts_of_a_recipe_from_the_hub_cannot_control_the_terminal(published):
