@@ -137,6 +137,7 @@ STARTS = [
     (FROM_HUB, at(4, named=ADDRESS, has=(OWN,), origin="hf://me/tiny@step-2"), CONTINUES),
     # Before the first checkpoint of the branch.
     (FROM_BASE, at(named=BASE, has=(THERE,), origin=BEGAN, **DIED), "branches from base/checkpoint-2"),
+    (f"{RESUME} base", at(named=there("base"), has=(THERE,), origin=BEGAN, **DIED), "branches from base/checkpoint-2"),
     (AUTO, at(named=BASE, has=(THERE,), origin=BEGAN, **DIED), "branches from base/checkpoint-2"),
     (AUTO, at(4, has=(OWN,), origin=BEGAN), CONTINUES),
     (AUTO, at(named=there(is_gone=True), origin=BEGAN), "refused: base/checkpoint-2, run/.resumed_from"),
@@ -266,8 +267,8 @@ def run_of(command="", before=None, data=DATA, usable=ROOM, rates=FAST_BF16, mod
     return decide_run(start_of(command, before, **start), data, shape, usable, rates)
 
 
-def after(step, command="", machine=CPU, data=DATA, **state):
-    """Return what the checkpoint of a run says after some steps."""
+def after(step, command="", machine=CPU, data=DATA, lacks=(), **state):
+    """Return what the checkpoint of a run says after some steps. lacks: options that its recipe did not have yet."""
     run = run_of(command, machine=machine, data=data)
     hardware = {"device_type": run.start.machine.device_type, "mixed_precision": run.config.mixed_precision}
     hardware |= {"dynamo_backend": "no", "attn_implementation": run.config.attn_implementation, "num_threads": 2}
@@ -278,7 +279,8 @@ def after(step, command="", machine=CPU, data=DATA, **state):
         "progress": step / 80,
         "stages": [Stage(run.config.block_size, METADATA["content_sha256"])],
     } | state
-    return saved("own", step, run.schedule, run.identity, machine.num_processes, **state)
+    identity = {name: value for name, value in run.identity.items() if name not in lacks}
+    return saved("own", step, run.schedule, identity, machine.num_processes, **state)
 
 
 def show(run):
@@ -300,6 +302,7 @@ TWO_ROWS = {"micro_batch_size": 2, "activation_checkpointing": 0, "loss_chunks":
 LAUNCHED = dataclasses.replace(CPU, launcher_precision="no", launcher_backend="inductor")
 AT_20 = partial(after, 20)
 BRANCH = {"before": AT_20, "branches": True}
+OLDER = {"before": partial(after, 20, lacks=("label_smoothing_factor", "scale_attn_by_inverse_layer_idx"))}
 MIXED = {"before": partial(after, 20, data=mixture_of(0.3, 0.7))}
 
 # command, what is found -> the run, or what a refusal names
@@ -352,6 +355,9 @@ RUNS = [
     ("--global_batch_size 4", {"before": AT_20}, ".*, 80 steps, 400 examples, 1 changes"),
     (f"{EPOCHS} --global_batch_size 4", {"before": partial(after, 20, EPOCHS)}, ".*, 140 steps, 640 examples, 2 ch"),
     ("", {"before": AT_20, "model": WIDE}, "refused: n_embd 64 128"),
+    # An option that is newer than the checkpoint had its default; so had one of the model.
+    ("", OLDER, ".* 640 examples, 0 changes"),
+    ("--label_smoothing_factor 0.1", OLDER, "refused: label_smoothing_factor 0.0 0.1"),
     # --- other data: in the same folder they are refused, in a branch they are a stage
     ("", {"before": AT_20, "data": OTHER_TEXT}, "refused: dataset aaaaaaaaaaaa cccccccccccc; --output_dir"),
     ("", MIXED | {"data": mixture_of(0.3, 0.7)}, ".* 640 examples, 0 changes"),

@@ -1,7 +1,6 @@
 """A checkpoint is whole, or it does not count."""
 
 import errno
-import hashlib
 import itertools
 import json
 import multiprocessing
@@ -48,14 +47,9 @@ def test_a_checkpoint_is_a_model_folder_as_the_final_model_is(four_steps, name):
     assert ids.max() < 500
 
 
-def test_other_users_may_read_what_a_run_writes(four_steps):
-    files = [*(four_steps / "checkpoint-4").iterdir(), *(path for path in four_steps.iterdir() if path.is_file())]
-    assert all(path.stat().st_mode & 0o777 == 0o644 for path in files)
-
-
-@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o755), (0o077, 0o1777), (0o027, 0o777)])
-def test_a_run_writes_no_file_that_the_umask_would_not_allow(train, tmp_path, umask, mode):
-    """Whatever the mode of the folder is."""
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o755), (0o077, 0o1777), (0o027, 0o777)])
+def test_a_run_writes_its_files_as_the_umask_says(train, tmp_path, umask, mode):
+    """Other users may read them by default, whatever the mode of the folder is."""
     run = tmp_path / "run"
     run.mkdir()
     run.chmod(mode)
@@ -66,21 +60,6 @@ def test_a_run_writes_no_file_that_the_umask_would_not_allow(train, tmp_path, um
         os.umask(before)
     files = [path for path in run.rglob("*") if path.is_file() and path.name != ".lock"]
     assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~umask}
-
-
-def test_equal_runs_have_equal_files(train, four_steps):
-    """Their header names step and loss, and no run."""
-    name = "model.safetensors"
-    assert (train("--save_steps", 2) / name).read_bytes() == (four_steps / name).read_bytes()
-
-
-def test_the_manifest_has_the_hash_of_every_file_and_the_versions_that_wrote_them(four_steps):
-    files = {path.name: path.read_bytes() for path in (four_steps / "checkpoint-4").iterdir()}
-    assert {*STATE_FILES, *MODEL_FILES} <= files.keys()
-    manifest = json.loads(files.pop("manifest.json"))
-    found = {name: values["sha256"] for name, values in manifest["files"].items()}
-    assert found == {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-    assert manifest["environment"]["torch"] == torch.__version__
 
 
 def test_training_continues_while_a_checkpoint_is_written_which_has_the_state_of_its_own_step(
@@ -221,8 +200,9 @@ def test_a_manifest_does_not_decide_which_files_count(finished, files):
     {"step": "9"}, {"step": -1}, {"step": 10**30}, {"losses": {"x": 1.0}}, {"losses": {"4": "1"}}, {"seconds": None},
     {"initial": {"num_rows": "all"}}, {"identity": [1]}, {"num_processes": "2"},
     {"mixed_precision": 1}, {"stages": [{"block_size": "a"}]}, {"memory": []}, {"schedule": {}},
+    {"version": None},
 ])  # fmt: skip
-def test_a_state_with_other_types_is_one_sentence(train, finished, change):
+def test_a_state_of_another_version_or_with_other_types_is_one_sentence(train, finished, change):
     checkpoint = finished / "checkpoint-4"
     change_json(checkpoint / "training_state.json", **change)
     reseal(checkpoint)

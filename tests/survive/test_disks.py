@@ -22,7 +22,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from faults import AUTO, RESULTS, at_call, fail_with, name_checkpoints, send
-from helpers import BLOCK_SIZE, list_steps, make_documents, read_summary, read_weights, run_script
+from helpers import BLOCK_SIZE, list_steps, make_documents, read_summary, read_weights
 
 import recipe.checkpoint
 import recipe.model.weights
@@ -31,7 +31,7 @@ from recipe import disk
 from recipe.checkpoint import CheckpointSaver, remove_checkpoint, why_damaged
 from recipe.command_line import load_config
 from recipe.data.cache import open_dataset_for
-from recipe.data.files import digest_files, find_files
+from recipe.data.files import digest_files
 from recipe.data.packed import open_packed_dataset
 from recipe.data.prepare import prepare_dataset
 from recipe.data.source import TextSource
@@ -146,8 +146,11 @@ def unwritable(kind: str):
 
 @pytest.mark.parametrize("kind", ["full", "pipe", "closed"])
 @pytest.mark.parametrize("names", [("stdout",), ("stderr",), ("stdout", "stderr")])
-def test_a_line_that_cannot_be_printed_ends_no_run(train, tmp_path, monkeypatch, kind, names):
-    """The log file and the model are complete, and the interpreter can flush at its exit, so its status is 0."""
+def test_a_line_that_cannot_be_printed_ends_no_run(train, tmp_path, monkeypatch, capsys, kind, names):
+    """The log file and the model are complete, and the interpreter can flush at its exit, so its status is 0.
+
+    A full log is named in what is left of the output.
+    """
     streams = {name: unwritable(kind) for name in names}
     for name, stream in streams.items():
         monkeypatch.setattr(sys, name, stream)
@@ -157,28 +160,13 @@ def test_a_line_that_cannot_be_printed_ends_no_run(train, tmp_path, monkeypatch,
         assert stream is None or stream.flush() is None
     assert list_steps(tmp_path / "run", "train") == [1, 2, 3, 4] and list_steps(tmp_path / "run", "eval") == [0, 2, 4]
     assert all((tmp_path / "run" / name).is_file() for name in RESULTS)
+    said = f"not all lines could be printed: {NO_SPACE}" in capsys.readouterr().err
+    assert said == (kind == "full" and names == ("stdout",))
 
 
-def test_what_is_left_of_the_output_says_that_lines_are_lost(train, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdout", unwritable("full"))
-    run_main(lambda: train() and 0)
-    assert f"not all lines could be printed: {NO_SPACE}" in capsys.readouterr().err
-
-
-def test_text_is_prepared_though_the_log_is_full(tmp_path, jsonl_file, tokenizer_dir, monkeypatch):
-    """A full log is not called a dataset that cannot be written."""
-    monkeypatch.setattr(sys, "stdout", unwritable("full"))
-    options = ["--train_file", jsonl_file, "--tokenizer_name", tokenizer_dir, "--output_dir", tmp_path / "packed"]
-    assert not run_script("scripts/prepare_data.py", *options)
-    assert open_packed_dataset(tmp_path / "packed", BLOCK_SIZE)
-
-
-def test_a_full_disk_anywhere_is_one_sentence():
+def test_a_full_disk_anywhere_is_one_sentence_and_other_errors_of_the_system_keep_their_traceback():
     with pytest.raises(SystemExit, match=f"^error: {NO_SPACE}$"):
         run_main(lambda: Path("/dev/full").write_text("x"))
-
-
-def test_other_errors_of_the_system_are_bugs_and_keep_their_traceback():
     with pytest.raises(FileNotFoundError):
         run_main(lambda: Path("/nowhere").read_text())
 
@@ -254,18 +242,6 @@ def test_an_error_of_a_lock_is_raised(tmp_path, monkeypatch):
         lock_output_dir(tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("function", "name", "number"),
-    [(disk.flush, "fsync", errno.EIO), (lambda path: disk.share(path, path.parent), "chmod", errno.EROFS)],
-)
-def test_an_error_of_a_flush_or_of_a_mode_is_raised(tmp_path, monkeypatch, function, name, number):
-    path = tmp_path / "file"
-    path.touch(mode=0o400)
-    monkeypatch.setattr(os, name, fail_with(number))
-    with pytest.raises(OSError, match=os.strerror(number)):
-        function(path)
-
-
 def test_what_waits_for_its_upload_is_a_copy_where_there_are_no_links(tmp_path, monkeypatch):
     """exFAT has no modes either."""
     (tmp_path / "checkpoint-2").mkdir()
@@ -338,16 +314,6 @@ def test_a_checkpoint_in_the_image_of_a_container_is_removed(tmp_path, monkeypat
 
 
 # ------------------------------------------------------------------ names and times
-
-
-def test_validation_text_is_not_trained_on_by_another_name(tmp_path):
-    """A disk without case gives a file two names, as a link does."""
-    for name in ("Text.jsonl", "other.jsonl"):
-        (tmp_path / name).write_text(f'{{"text": "{name}"}}\n')
-    os.link(tmp_path / "Text.jsonl", tmp_path / "text.jsonl")
-    text, same, other = (str(tmp_path / name) for name in ("Text.jsonl", "text.jsonl", "other.jsonl"))
-    assert find_files([other, same], held_out=[text]).paths == [other]
-    assert find_files([text, same, other]).paths == [text, other]
 
 
 def test_the_longest_names_are_short_enough(tmp_path, tokenizer_dir, prepare):

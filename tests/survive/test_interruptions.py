@@ -27,6 +27,7 @@ from helpers import (
     read_events,
     read_summary,
     read_weights,
+    read_words,
     run_training,
     values_of,
 )
@@ -45,21 +46,10 @@ from recipe.optim.guard import UpdateGuard
 from recipe.run.stop import EXIT_STOPPED, StopSignals, kill_warning
 
 DROPOUT = ["--config_overrides", f"{TINY[1]},resid_pdrop=0.1"]  # so that random state counts
-SHORT = [
-    *DROPOUT,
-    "--max_steps",
-    30,
-    "--eval_steps",
-    10,
-    "--save_steps",
-    10,
-    "--per_device_train_batch_size",
-    2,
-    *AUTO,
-]
-OF_THE_MACHINE = {"tokens_per_second", "mfu", "memory_bytes", "peak_memory_bytes", "train_seconds"}
-OF_THE_MACHINE |= {"seconds", "warm_seconds"}
-OF_THE_MACHINE |= {"step_ms", "share_waiting_for_data"}
+SHORT = [*DROPOUT, "--max_steps", 30, "--eval_steps", 10, "--save_steps", 10, *AUTO]
+SHORT += ["--per_device_train_batch_size", 2]
+OF_THE_MACHINE = {"tokens_per_second", "mfu", "memory_bytes", "peak_memory_bytes", "train_seconds", "step_ms"}
+OF_THE_MACHINE |= {"seconds", "warm_seconds", "share_waiting_for_data"}
 
 
 def read_numbers(run, event):
@@ -112,8 +102,7 @@ def test_a_signal_saves_the_run_and_ends_it(stop, tmp_path, job_file, capfd, nam
         assert text in sentences
 
 
-@pytest.mark.parametrize("name", ["SIGHUP", "SIGTERM"])
-def test_a_terminal_that_is_gone_costs_no_step(stop, tmp_path, monkeypatch, name):
+def test_a_terminal_that_is_gone_costs_no_step(stop, tmp_path, monkeypatch):
     """As after a dropped SSH connection: neither the line of the signal nor those of the end can be printed."""
     controller, terminal = os.openpty()
     for stream in ("stdout", "stderr"):
@@ -123,7 +112,7 @@ def test_a_terminal_that_is_gone_costs_no_step(stop, tmp_path, monkeypatch, name
         os.close(controller)
         with pytest.raises(OSError):
             os.write(terminal, b"x")
-        send(name)
+        send("SIGHUP")
 
     assert len(stop(UpdateGuard, "allows", 19, drop)) == 19
     assert name_checkpoints(tmp_path / "run") == ["checkpoint-10", "checkpoint-19"]
@@ -204,20 +193,13 @@ def test_a_second_ctrl_c_exits_at_once(monkeypatch):
     assert exits == [128 + signal.SIGINT]
 
 
-def test_a_run_killed_before_its_card_writes_what_it_lacks_when_it_is_repeated(train, finished, monkeypatch):
-    """A card that was edited stays."""
-    for name in ("summary.json", "README.md", "loss_curve.png"):
-        (finished / name).unlink()
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        at_call(patch, recipe.run.end, "write_model_card", 1, die)
-        train(*AUTO)
-    summary = (finished / "summary.json").read_text()
+def test_a_finished_run_that_is_repeated_writes_the_card_that_it_lacks_and_keeps_an_edited_one(train, finished):
+    (finished / "README.md").unlink()
     train(*AUTO)
-    assert (finished / "README.md").is_file() and (finished / "loss_curve.png").is_file()
+    assert "4 steps" in (finished / "README.md").read_text()
     (finished / "README.md").write_text("my words")
     train(*AUTO)
     assert (finished / "README.md").read_text() == "my words"
-    assert (finished / "summary.json").read_text() == summary
 
 
 @pytest.mark.parametrize(
@@ -352,17 +334,15 @@ def test_a_launcher_that_kills_before_a_checkpoint_is_written(typed, seconds, ex
     assert kill_warning(variable, seconds) is None
 
 
-@pytest.mark.parametrize("has_agent", [True, False])
-def test_a_run_that_its_launcher_would_kill_warns_after_its_first_checkpoint(train, monkeypatch, capsys, has_agent):
+def test_a_run_that_its_launcher_would_kill_warns_after_its_first_checkpoint(train, monkeypatch, capsys):
     """A step of 0.7 s alone is too long for a launcher that waits a second. It is said once."""
     allows = UpdateGuard.allows
     monkeypatch.setattr(UpdateGuard, "allows", lambda *arguments: time.sleep(0.7) or allows(*arguments))
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")
-    if has_agent:
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     train("--save_steps", 2)
-    shown = " ".join(capsys.readouterr().out.split())
-    assert shown.count("the launcher kills this run in 1 seconds, but a step and a checkpoint take 1;") == has_agent
+    said = "the launcher kills this run in 1 seconds, but a step and a checkpoint take 1;"
+    assert read_words(capsys).count(said) == 1
 
 
 # ------------------------------------------------------------------ while text is prepared
