@@ -6,14 +6,13 @@ import os
 import re
 import shutil
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 from corpora import all_rows, start_program, texts_of, write_jsonl, write_parquet, write_text
-from helpers import ROOT, make_documents, run_script
+from helpers import ROOT, make_documents
 from transformers import PreTrainedTokenizerFast
 
 from recipe.data import prepare
@@ -126,13 +125,6 @@ def test_overwrite_never_removes_a_folder_that_is_not_a_dataset(tmp_path, jsonl_
     assert names_in(tmp_path / "home") == ["thesis.txt"]
 
 
-def test_a_dataset_is_replaced_only_when_the_new_one_is_complete(tmp_path, prepared, tokenizer):
-    one_document = TextSource((write_jsonl(tmp_path / "one.jsonl", ["a"]),))
-    with pytest.raises(UserError, match=r"one\.jsonl"):
-        prepare_dataset(one_document, tmp_path / "d", tokenizer, overwrite=True)
-    assert read_metadata(tmp_path / "d") == prepared[1]
-
-
 # ------------------------------------------------------------------ interruptions
 
 
@@ -222,18 +214,13 @@ def test_a_full_disk_leaves_no_part_of_a_tokenizer(tmp_path, source, tokenizer, 
     assert not list(tmp_path.rglob("tokenizer*"))
 
 
-def test_a_tokenizer_is_trained_on_the_training_text_only(tmp_path, source):
-    """On all of it, and on no text for validation."""
-    prepare_dataset(source, tmp_path / "d", None, 2048, num_workers=1)
-    train, both = (train_tokenizer(texts_of(source, split), 2048) for split in ("train", None))
-    made = load_tokenizer(str(tmp_path / "d" / "tokenizer"))
-    assert tokenizer_sha256(made) == tokenizer_sha256(train) != tokenizer_sha256(both)
-
-
-def test_a_tokenizer_that_is_trained_on_a_small_text_survives_an_interruption(tmp_path, source, monkeypatch, capsys):
-    """The vocabulary is smaller than requested, and a message says so."""
+def test_a_tokenizer_is_trained_once_on_the_training_text_only(tmp_path, source, monkeypatch, capsys):
+    """On all of it. The vocabulary is smaller than requested, and a message says so."""
     made = prepare_dataset(source, tmp_path / "d", None, 2048, num_workers=1)
-    assert 257 < made["vocab_size"] == len(load_tokenizer(str(tmp_path / "d" / "tokenizer"))) < 2048
+    tokenizer = load_tokenizer(str(tmp_path / "d" / "tokenizer"))
+    train, both = (train_tokenizer(texts_of(source, split), 2048) for split in ("train", None))
+    assert tokenizer_sha256(tokenizer) == tokenizer_sha256(train) != tokenizer_sha256(both)
+    assert 257 < made["vocab_size"] == len(tokenizer) < 2048
     assert f"{made['vocab_size']:,} of up to 2,048 tokens" in capsys.readouterr().out
     assert prepare_dataset(source, tmp_path / "e", None, 2048, share=slice(1)) is None
     monkeypatch.setattr(prepare, "train_tokenizer", lambda *_: 1 / 0)
@@ -296,45 +283,7 @@ def test_a_dataset_that_another_command_finishes_first_is_used(
     assert made == expected and names_in(tmp_path) == ["d"]
 
 
-def test_two_commands_may_replace_a_dataset_at_once(tmp_path, source, tokenizer, expected, monkeypatch):
-    """Both would move what has the name; the new dataset stays."""
-    rename = os.rename
-
-    def rename_slowly(a, b):
-        time.sleep(0.02)
-        rename(a, b)
-        time.sleep(0.02)
-
-    prepare_dataset(dataclasses.replace(source, validation_split_percentage=7.0), tmp_path / "d", tokenizer)
-    assert prepare_dataset(source, tmp_path / "d", tokenizer, overwrite=True, share=slice(1, None)) is None
-    monkeypatch.setattr(os, "rename", rename_slowly)
-    with ThreadPoolExecutor() as threads:
-        jobs = [threads.submit(prepare_dataset, source, tmp_path / "d", tokenizer, overwrite=True) for _ in range(2)]
-        assert [job.result() for job in jobs] == [expected, expected]
-    assert read_metadata(tmp_path / "d") == expected and names_in(tmp_path) == ["d"]
-
-
 # ------------------------------------------------------------------ the script, and what is said
-
-
-def test_the_script_finishes_an_array_whose_last_job_was_killed(
-    tmp_path, source, expected, jsonl_file, tokenizer_dir, capsys, monkeypatch
-):
-    """By running any job again, which then prints what the dataset holds; so does the same command later."""
-    common = ["--train_file", jsonl_file, "--tokenizer_name", tokenizer_dir, "--output_dir", tmp_path / "d"]
-    common += ["--num_shards", 2]
-    assert not run_script(SCRIPT, *common, "--shard_index", 1)
-    assert not (tmp_path / "d" / "metadata.json").exists()
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(prepare, "summarize", lambda *_: 1 / 0)
-        run_script(SCRIPT, *common, "--shard_index", 0)
-    capsys.readouterr()
-    assert not run_script(SCRIPT, *common, "--shard_index", 1)
-    assert read_metadata(tmp_path / "d") == expected
-    printed = capsys.readouterr().out
-    assert not run_script(SCRIPT, *common, "--shard_index", 0)
-    again = capsys.readouterr().out.partition("already prepared\n")[2]
-    assert "rows of 1,024 tokens" in again and again in printed
 
 
 def test_the_processes_that_tokenize_import_nothing_slow(tmp_path):

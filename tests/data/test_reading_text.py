@@ -18,15 +18,7 @@ from helpers import make_documents
 
 from recipe.config import STANDARD_LIBRARY
 from recipe.data.cut import cut
-from recipe.data.read import (
-    REPLACED,
-    SKIPPED,
-    Report,
-    list_units,
-    read_sample,
-    read_texts,
-    read_unit,
-)
+from recipe.data.read import REPLACED, SKIPPED, Report, list_units, read_sample, read_texts, read_unit
 from recipe.data.source import TextSource
 from recipe.errors import UserError
 
@@ -52,6 +44,8 @@ def test_documents_come_out_of_each_kind_of_file_unchanged(tmp_path, kind, compr
     assert list(read_texts([str(path)], "body", "<sep>")) == documents
 
 
+PARQUET = io.BytesIO()
+pq.write_table(pa.table({"text": ["good"] * 99}), PARQUET)
 ODD_FILES = {
     "bom.txt": (BOM + b"file a\r\n\n\nend", ["file a\r\n\n\nend"]),
     "bom.jsonl": (BOM + GOOD + b"\r\n \r\n" + GOOD, ["good", "good"]),
@@ -61,12 +55,19 @@ ODD_FILES = {
     "surrogates.jsonl": (b'{"text": "a\\ud800b \\ud83d\\ude00"}', ["a\ufffdb \U0001f600"]),
     "blank.jsonl": (b'{"text": null}\n{"text": ""}\n{"text": " \\n"}\n' + GOOD, ["good"]),
     "blank.txt": (b" \n\t\r\n", []),
+    "index.csv": (b",text\n0,one\n1,two\n", ["one", "two"]),  # as pandas writes it
+    "quoted.csv": (b'text\n"one, ""two""\nthree"\n\nfour\n', ['one, "two"\nthree', "four"]),
+    "empty.csv": (b"text\n", []),
+    "zeros.txt.gz": (gzip.compress(b"text") + bytes(99), ["text"]),  # as on a tape
+    "\udce9.jsonl.zst": (pa.compress(GOOD, "zstd", asbytes=True), ["good"]),  # a name that is not UTF-8
+    "\udce9.parquet": (PARQUET.getvalue(), ["good"] * 99),
 }
 
 
-@pytest.mark.parametrize("name", ODD_FILES)
-def test_byte_order_marks_blank_rows_and_half_surrogates_are_not_text(tmp_path, name):
-    content, expected = ODD_FILES[name]
+@pytest.mark.parametrize(("name", "found"), ODD_FILES.items())
+def test_odd_files_are_read(tmp_path, name, found):
+    """Byte order marks, blank rows and half surrogates are not text."""
+    content, expected = found
     (tmp_path / name).write_bytes(content)
     assert list(read_texts([str(tmp_path / name)], "text", None)) == expected
 
@@ -98,8 +99,6 @@ def test_the_standard_library_is_a_corpus_for_the_demo():
 
 # ------------------------------------------------------------------ what cannot be read
 
-PARQUET = io.BytesIO()
-pq.write_table(pa.table({"text": ["good"] * 99}), PARQUET)
 BAD_FILES = {
     "utf16.txt": "good\n".encode("utf-16") * 9,
     "program.txt": b"good<sep>\x7fELF\x02\x01\x01" + bytes(19),
@@ -164,17 +163,8 @@ def test_a_bad_row_is_named_by_its_place_in_the_file(tmp_path, small_units):
         list(read_unit(source, last, Report()))
 
 
-KINDS_OF_TEXT = [
-    "txt",
-    "md.gz",
-    "separated.txt",
-    "separated.md.gz",
-    "csv",
-    "jsonl",
-    "json",
-    "parquet",
-    "binary.parquet",
-]
+KINDS_OF_TEXT = ["txt", "md.gz", "separated.txt", "separated.md.gz", "csv", "jsonl", "json", "parquet"]
+KINDS_OF_TEXT += ["binary.parquet"]
 
 
 def write_pages(path: Path, pages: list[bytes], separator: str | None) -> None:
@@ -229,22 +219,6 @@ def test_nuls_and_half_surrogates_that_json_escapes_are_replaced(tmp_path):
     report = Report()
     assert texts_of(TextSource((str(tmp_path),)), report=report) == ["a" + "\ufffd" * 51]
     assert report == {REPLACED: 51}
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "expected"),
-    [
-        ("index.csv", b",text\n0,one\n1,two\n", ["one", "two"]),  # as pandas writes it
-        ("quoted.csv", b'text\n"one, ""two""\nthree"\n\nfour\n', ['one, "two"\nthree', "four"]),
-        ("empty.csv", b"text\n", []),
-        ("zeros.txt.gz", gzip.compress(b"text") + bytes(99), ["text"]),  # as on a tape
-        ("\udce9.jsonl.zst", pa.compress(GOOD, "zstd", asbytes=True), ["good"]),  # a name that is not UTF-8
-        ("\udce9.parquet", PARQUET.getvalue(), ["good"] * 99),
-    ],
-)
-def test_odd_files_are_read(tmp_path, name, content, expected):
-    (tmp_path / name).write_bytes(content)
-    assert list(read_texts([str(tmp_path / name)], "text", None)) == expected
 
 
 def test_a_separator_that_does_not_occur_costs_no_memory_and_little_reading(tmp_path, monkeypatch):

@@ -292,15 +292,8 @@ def streamed(tmp_path, text, tokenizer_dir, hub, monkeypatch):
     hub.repositories["datasets/org/data"] = repository = Repository(False)
     repository.write_commit("main", None, "", content)
     options = ["--global_batch_size", 4, "--max_steps", 6, "--logging_steps", 1, "--eval_steps", 0, "--save_steps", 4]
-    data = [
-        "--streaming",
-        "--dataset_name",
-        "org/data",
-        "--validation_split_percentage",
-        20,
-        "--block_size",
-        BLOCK_SIZE,
-    ]
+    data = ["--streaming", "--dataset_name", "org/data", "--validation_split_percentage", 20]
+    options += ["--block_size", BLOCK_SIZE]
     return [*data, *options, *PLAIN, "--tokenizer_name", tokenizer_dir, "--cache_dir", tmp_path / "cache"]
 
 
@@ -315,15 +308,12 @@ def test_a_part_of_a_streamed_text_is_prepared(streamed, unit_rows, small_units)
     stream.close()
 
 
-@pytest.mark.parametrize("source", [["--train_file", "a.jsonl"], ["--dataset_name", "folder"]])
-def test_text_on_this_machine_is_not_streamed(tmp_path, streamed, train, source):
+def test_a_local_dataset_is_not_streamed(tmp_path, streamed, train):
     """It would take more time, and hardly less space."""
     (tmp_path / "folder").mkdir()
     write_jsonl(tmp_path / "folder" / "a.jsonl", make_documents(9))
-    write_jsonl(tmp_path / "a.jsonl", make_documents(9))
-    options = [option for option in streamed if option not in ("--dataset_name", "org/data")]
     with pytest.raises(UserError, match="two bytes a token"):
-        train(*options, *source, "--output_dir", tmp_path / "run", alone=True)
+        train(*streamed, "--dataset_name", "folder", "--output_dir", tmp_path / "run", alone=True)
 
 
 def test_a_streamed_run_resumes_bit_for_bit(train, streamed, tmp_path, small_units):
