@@ -15,7 +15,6 @@ import torch.distributed as dist
 import yaml
 from accelerate import Accelerator
 from accelerate.commands import launch as launch_module
-from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command, launch_command_parser
 from helpers import ONE_STEP, ROOT, read_events, reset_accelerate
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -32,29 +31,8 @@ from recipe.model.loss import LanguageModelingLoss
 from recipe.publish.hub import publishes_training_state
 
 FILES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
-INDUCTOR = {"dynamo_backend": "INDUCTOR"}
 ONE_MACHINE = {"compute_environment": "LOCAL_MACHINE", "num_machines": 1, "machine_rank": 0, "mixed_precision": "no"}
 GPUS = ONE_MACHINE | {"distributed_type": "MULTI_GPU", "num_processes": 2, "main_process_port": 0}
-
-
-@pytest.mark.parametrize(
-    ("name", "distributed_type", "precision", "dynamo", "use_cpu"),
-    [
-        ("cpu", "NO", "no", {}, True),
-        ("single_gpu", "NO", "bf16", INDUCTOR, False),
-        ("single_gpu_fp16", "NO", "fp16", INDUCTOR, False),
-        ("multi_gpu", "MULTI_GPU", "bf16", INDUCTOR, False),
-        ("multi_node", "MULTI_GPU", "bf16", INDUCTOR, False),
-        ("fsdp", "FSDP", "bf16", INDUCTOR, False),
-        ("multi_cpu", "MULTI_GPU", "no", {}, True),
-        ("mps", "NO", "no", {}, False),
-    ],
-)
-def test_values_of_the_configs(name, distributed_type, precision, dynamo, use_cpu):
-    """An unknown key is fatal to the launcher, and to this test."""
-    config = load_config_from_file(str(ROOT / "accelerate_configs" / f"{name}.yaml"))
-    assert (config.distributed_type, config.mixed_precision, config.use_cpu) == (distributed_type, precision, use_cpu)
-    assert config.dynamo_config == dynamo
 
 
 def environment_of(config, tmp_path, monkeypatch):
@@ -126,7 +104,6 @@ TENSOR_PARALLEL = {"parallelism_config": {"parallelism_config_tp_size": 2}}
         (FSDP | {"fsdp_config": {"fsdp_offload_params": True}}, "FSDP offload accelerate_configs/fsdp.yaml"),
         (FSDP | {"fsdp_config": {"fsdp_version": 2}} | TENSOR_PARALLEL, "PARALLELISM_CONFIG accelerate_configs/"),
         ({"distributed_type": "MEGATRON_LM", "megatron_lm_config": {}}, "MEGATRON_LM accelerate_configs/"),
-        # Accelerate would start one of several processes, and say nothing (1.15).
     ],
 )
 def test_answers_that_the_recipe_cannot_follow(answers, names, tmp_path, monkeypatch, start):

@@ -11,7 +11,6 @@ from recipe.launcher import (
     count_local_processes,
     count_processes,
     drop_unset,
-    forget_launcher,
     is_main_process,
     why_alone,
     why_incomplete,
@@ -121,19 +120,13 @@ def test_an_empty_variable_of_a_launcher_is_an_unset_one():
     assert environment == kept
 
 
-def test_a_program_that_is_one_process_forgets_the_launcher():
-    """But not what Accelerate was asked for, which plan_run.py reads."""
+def test_only_a_program_that_is_one_process_forgets_the_launcher():
+    """But not what Accelerate was asked for, which plan_run.py reads. A notebook's launcher starts `run_main` in each
+    of its processes.
+    """
     kept = CPU | {"CUDA_VISIBLE_DEVICES": "1", "HOME": "/home/jo"}
-    environment = FOUR | MPI | kept
-    forget_launcher(environment)
-    assert environment == kept
-
-
-def test_only_a_program_that_is_one_process_forgets_its_place():
-    """A notebook's launcher starts `run_main` in each of its processes."""
     found = []
     for is_alone in (False, True):
-        with mock.patch.dict(os.environ, FOUR):
+        with mock.patch.dict(os.environ, FOUR | MPI | kept, clear=True):
             run_main(lambda: found.append(dict(os.environ)), is_alone=is_alone)
-    assert FOUR.items() <= found[0].items()
-    assert FOUR.keys().isdisjoint(found[1])
+    assert found == [FOUR | MPI | kept, kept]
