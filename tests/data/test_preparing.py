@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -264,23 +265,37 @@ def test_jobs_of_an_array_and_equal_commands_may_run_at_once(tmp_path, jsonl_fil
     assert names_in(tmp_path) == ["a", "b"]
 
 
-@pytest.mark.parametrize(("overwrite", "num_done"), [(False, 0), (True, 0), (True, 2)])
-def test_a_dataset_that_another_command_finishes_first_is_used(
-    tmp_path, source, tokenizer, expected, monkeypatch, overwrite, num_done
-):
-    """Nothing remains beside it. Some units may be done before."""
-    choose, others = prepare.choose_encoder, []
-    assert prepare_dataset(source, tmp_path / "d", tokenizer, share=slice(num_done)) is None
+def test_a_dataset_that_another_command_finishes_first_is_used(tmp_path, source, tokenizer, expected, monkeypatch):
+    """Nothing else remains in its folder. Some units are done before."""
+    assert prepare_dataset(source, tmp_path / "d", tokenizer, share=slice(2)) is None
+    choose = prepare.choose_encoder
 
     def choose_later(*arguments):
-        if not others:
-            others.append(1)
-            prepare_dataset(source, tmp_path / "d", tokenizer, num_workers=1)
+        monkeypatch.setattr(prepare, "choose_encoder", choose)
+        prepare_dataset(source, tmp_path / "d", tokenizer, num_workers=1)
         return choose(*arguments)
 
     monkeypatch.setattr(prepare, "choose_encoder", choose_later)
-    made = prepare_dataset(source, tmp_path / "d", tokenizer, num_workers=1, overwrite=overwrite)
-    assert made == expected and names_in(tmp_path) == ["d"]
+    assert prepare_dataset(source, tmp_path / "d", tokenizer, num_workers=1, overwrite=True) == expected
+    assert names_in(tmp_path / "d") == names_of(expected)
+
+
+def test_two_commands_may_replace_a_dataset_at_once(tmp_path, source, tokenizer, expected, monkeypatch):
+    """Both would move what has the name; the new dataset stays."""
+    rename = os.rename
+
+    def rename_slowly(a, b):
+        time.sleep(0.02)
+        rename(a, b)
+        time.sleep(0.02)
+
+    prepare_dataset(dataclasses.replace(source, validation_split_percentage=7.0), tmp_path / "d", tokenizer)
+    assert prepare_dataset(source, tmp_path / "d", tokenizer, overwrite=True, share=slice(1, None)) is None
+    monkeypatch.setattr(os, "rename", rename_slowly)
+    with ThreadPoolExecutor() as threads:
+        jobs = [threads.submit(prepare_dataset, source, tmp_path / "d", tokenizer, overwrite=True) for _ in range(2)]
+        assert [job.result() for job in jobs] == [expected, expected]
+    assert read_metadata(tmp_path / "d") == expected and names_in(tmp_path) == ["d"]
 
 
 # ------------------------------------------------------------------ the script, and what is said

@@ -139,17 +139,14 @@ def own(dataset, monkeypatch):
 
 
 def test_rows_of_ones_own_train_and_resume_as_the_packed_dataset_of_the_same_rows(train, tmp_path, own, expected):
+    """A run does not continue on others."""
     run = train(*CONSTANT, "--save_steps", "2")
     resumed = train(*CONSTANT, *start_from(run, 2), output_dir=tmp_path / "resumed")
     assert read_weights(run) == read_weights(resumed)
     assert values_of(run, "loss") == pytest.approx(expected[0][:4], abs=1e-5)
-
-
-def test_a_run_on_rows_of_ones_own_does_not_continue_on_others(train, own):
-    train("--save_steps", "2")
     own.train = own.train[::-1].copy()
     with pytest.raises(UserError, match="dataset"):
-        train("--resume_from_checkpoint", "auto")
+        train(*CONSTANT, "--resume_from_checkpoint", "auto")
 
 
 def test_few_rows_of_ones_own_are_repeated_in_epochs(train, own):

@@ -55,20 +55,15 @@ def test_a_stopped_and_resumed_run_has_the_bits_of_an_uninterrupted_one(train, t
 # ------------------------------------------------------------------ extensions and branches
 
 
-def test_the_last_step_before_the_decay_is_kept(train):
-    run = train(*STABLE, "--max_steps", 20, "--save_steps", 1, "--save_total_limit", 2)
-    assert {path.name for path in run.glob("checkpoint-*")} == {"checkpoint-16", "checkpoint-19", "checkpoint-20"}
-
-
 @pytest.fixture(scope="module")
 def stable(train_shared):
     """A run of 20 steps, of which four decay, with checkpoints 7, 14, 16 and 20."""
     return train_shared(*STABLE, "--max_steps", "20", "--save_steps", "7")
 
 
-@pytest.mark.parametrize(("step", "max_steps"), [(16, 30), (7, 10), (14, 18)])
+@pytest.mark.parametrize(("step", "max_steps"), [(7, 10), (14, 18)])
 def test_a_branch_equals_a_run_that_was_planned_so(train, stable, tmp_path, step, max_steps):
-    """A longer run and two earlier decays from one stable run, bit for bit."""
+    """Two earlier decays from one stable run, bit for bit."""
     planned = train(*STABLE, "--max_steps", max_steps, output_dir=tmp_path / "planned")
     branch = train(*STABLE, *start_from(stable, step), "--max_steps", max_steps, output_dir=tmp_path / "branch")
     assert read_weights(branch) == read_weights(planned)
@@ -81,14 +76,9 @@ def test_the_options_that_a_finished_run_prints_extend_it(train, stable, tmp_pat
     command = [*STABLE, "--max_steps", "20", "--save_steps", "7", "--resume_from_checkpoint", "auto"]
     train(*command, output_dir=run)
     (options,) = re.findall(r"your command with\n +(.*)", capsys.readouterr().out.replace("\\\n", " "))
-    assert f"{run}/checkpoint-16" in options
-    assert f"--output_dir {run}-40" in options
     train(*command, *shlex.split(options), output_dir=run)
-    extended = tmp_path / "run-40"
-    num_rows = {*values_of(run, "num_rows", "eval"), *values_of(extended, "num_rows", "eval")}
-    assert len(num_rows) == 1  # of an extended run, `auto` would evaluate others
     planned = train(*STABLE, "--max_steps", "40", output_dir=tmp_path / "planned")
-    assert read_weights(extended) == read_weights(planned)
+    assert read_weights(tmp_path / "run-40") == read_weights(planned)
 
 
 # ------------------------------------------------------------------ stages: a branch with other data
@@ -186,7 +176,10 @@ def train_texts(train, tmp_path, monkeypatch):
 
 
 def test_the_text_of_a_stage_is_packed_with_the_tokenizer_of_its_run(train_texts, tmp_path):
-    """Which was trained on the first text. The same command again does not train another."""
+    """Which was trained on the first text. The same command again does not train another.
+
+    With that tokenizer, the first text is no new stage, though what was prepared of it is gone.
+    """
     train_texts("first", "--max_steps", 3, "--output_dir", "base")
     branch = ["second", *start_from(tmp_path / "base", 3), "--output_dir", "branch"]
     with die_at(7), pytest.raises(UserError, match="killed"):
@@ -196,10 +189,6 @@ def test_the_text_of_a_stage_is_packed_with_the_tokenizer_of_its_run(train_texts
     assert tokenizers[0] == tokenizers[1]
     assert len(list((tmp_path / "runs" / "data").iterdir())) == 2
     assert [stage["source"] for stage in read_summary(tmp_path / "branch")["stages"]] == ["first.txt", "second.txt"]
-
-
-def test_the_same_text_with_a_tokenizer_that_is_there_is_no_new_stage(train_texts, tmp_path):
-    train_texts("first", "--max_steps", 3, "--output_dir", "base")
     shutil.rmtree(tmp_path / "runs")
     train_texts("first", *start_from(tmp_path / "base", 3), "--max_steps", 6, "--output_dir", "longer")
     assert len(read_summary(tmp_path / "longer")["stages"]) == 1

@@ -151,18 +151,6 @@ def clock(monkeypatch):
     return clock
 
 
-@pytest.fixture
-def train_limited(train, dataset_dir, tmp_path):
-    """Run with a limit of time, in a folder of this name, as `train_limited("run", "--max_minutes", 2)`."""
-
-    def run(name, *options):
-        folder = ["--output_dir", tmp_path / name]
-        train(*LIMITED, "--dataset_dir", dataset_dir, *options, *folder, alone=True)
-        return tmp_path / name
-
-    return run
-
-
 def assert_ends_on_time(run, seconds, step_seconds):
     """Its decay, a fifth of the time, is complete. Returns the number of steps."""
     assert seconds - 3 * EVALUATION - EXPORT < read_summary(run)["wall_seconds"] <= seconds + step_seconds
@@ -175,16 +163,23 @@ def assert_ends_on_time(run, seconds, step_seconds):
 
 
 @pytest.mark.parametrize("step_seconds", [1.5, 4.0])
-def test_a_time_limited_run_ends_on_time_with_its_decay_complete(train_limited, clock, capsys, step_seconds):
+def test_a_time_limited_run_ends_on_time_with_its_decay_complete(
+    train, dataset_dir, tmp_path, clock, capsys, step_seconds
+):
     """On a fast machine or a slow one; resumed, also with twice the time, as it suggests, it continues both."""
     clock.step_seconds = step_seconds
-    options = [*STABLE, "--max_minutes", 2]
-    whole = train_limited("whole", *options)
+
+    def run(name, *options):
+        folder = ["--output_dir", tmp_path / name]
+        train(*LIMITED, "--dataset_dir", dataset_dir, *STABLE, "--max_minutes", 2, *folder, *options, alone=True)
+        return tmp_path / name
+
+    whole = run("whole")
     (longer,) = re.findall(r"your command with\n +(.*)", capsys.readouterr().out.replace("\\\n", " "))
     num_steps = assert_ends_on_time(whole, 120, step_seconds)
-    resumed = train_limited("resumed", *options, *start_from(whole, 8))
+    resumed = run("resumed", *start_from(whole, 8))
     assert assert_ends_on_time(resumed, 120, step_seconds) < num_steps
-    extended = train_limited("longer", *options, *shlex.split(longer))
+    extended = run("longer", *shlex.split(longer), "--output_dir", tmp_path / "longer")
     assert assert_ends_on_time(extended, 240, step_seconds) > num_steps
 
 
@@ -209,11 +204,3 @@ def test_the_progress_of_a_time_limited_run_never_falls():
         state.begin_stage(32, str(number))
         evaluate(seconds, warm_seconds)
     assert shares == sorted(shares)
-
-
-@pytest.mark.parametrize(("minutes", "max_steps", "expected"), [(0.1, 40, 1), (4, 5, 5)])
-def test_a_run_ends_at_the_first_of_two_limits_after_at_least_one_step(
-    train_limited, clock, minutes, max_steps, expected
-):
-    limits = ["--max_minutes", minutes, "--max_steps", max_steps, "--lr_scheduler_type", "linear"]
-    assert values_of(train_limited("run", *limits), "step")[-1] == expected

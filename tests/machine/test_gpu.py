@@ -149,12 +149,6 @@ def test_tf32_is_a_switch(train, before_each_step, tmp_path):
         assert (error > 2e-3) == (switch == "true" and has_tf32), error
 
 
-def test_rows_from_the_file_from_memory_and_from_the_gpu_are_the_same(train, tmp_path):
-    placements = "mmap", "ram", "device"
-    losses = [values_of(train("--data_placement", name, output_dir=tmp_path / name), "loss") for name in placements]
-    assert losses[0] == losses[1] == losses[2]
-
-
 LARGE = ["--config_overrides", "n_layer=8,n_head=4,n_embd=256", "--global_batch_size", "512"]
 
 

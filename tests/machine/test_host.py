@@ -101,6 +101,14 @@ def test_threads_do_not_spin_for_a_busy_neighbor_unless_the_user_wants_it(progra
 # ------------------------------------------------------------------ memory
 
 
+@on_linux
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator only")
+def test_freed_memory_is_returned_to_the_system_when_enough_has_accumulated():
+    *given, grown = output_of("free_between_live_blocks.py").split()
+    assert given == ["True", "False", "False"]
+    assert int(grown) < 1e8
+
+
 def test_freed_memory_is_returned_after_each_step_and_each_batch_of_an_evaluation(train, monkeypatch):
     give_back = mock.Mock()
     monkeypatch.setattr(FreedMemory, "give_back", give_back)

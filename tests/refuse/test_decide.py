@@ -112,12 +112,10 @@ STARTS = [
     (AUTO, at(), "new: .*the run starts at step 0"),
     ("", at(2, 4), f"{TAKEN} checkpoint-4 auto"),
     ("", at(**FINISHED), TAKEN),
-    ("", at(**DIED), TAKEN),
     ("", at(replaced=CARD), "refused: README.md --output_dir"),
     ("", at(origin=BEGAN), "new"),  # what another run has left
     # --- its own checkpoints
     (AUTO, at(2, 4, has=(OWN,)), CONTINUES),
-    (AUTO, at(4, has=(OWN,), **FINISHED), CONTINUES),
     (AUTO, at(2, 4, has=(DAMAGED, OLDER)), "continues run/checkpoint-2: skipping .*rng.pt"),
     (AUTO, at(4, has=(DAMAGED,)), "refused: run/checkpoint-4 rng.pt --output_dir"),
     (AUTO, at(**DIED), "new: .*the run starts at step 0"),  # it died before its first checkpoint
@@ -129,7 +127,6 @@ STARTS = [
     (FROM_BASE, at(named=BASE, has=(THERE,)), "branches from base/checkpoint-2"),
     (FROM_BASE, at(2, 4, named=BASE, has=(OWN,)), f"{UP_TO} base/checkpoint-2"),
     (FROM_BASE, at(named=BASE, has=(THERE,), **DIED), TAKEN),
-    (FROM_BASE, at(named=BASE, has=(THERE,), **FINISHED), TAKEN),
     (FROM_BASE, at(named=BASE, has=(THERE,), origin=BEGAN, **FINISHED), ENDED),  # whose checkpoints are gone
     # The same command again.
     (FROM_BASE, at(4, named=BASE, has=(OWN,), origin=BEGAN), f"{CONTINUES}: run continues base/checkpoint-2 already"),
@@ -139,19 +136,16 @@ STARTS = [
     (FROM_BASE, at(named=BASE, has=(THERE,), origin=BEGAN, **DIED), "branches from base/checkpoint-2"),
     (f"{RESUME} base", at(named=there("base"), has=(THERE,), origin=BEGAN, **DIED), "branches from base/checkpoint-2"),
     (AUTO, at(named=BASE, has=(THERE,), origin=BEGAN, **DIED), "branches from base/checkpoint-2"),
-    (AUTO, at(4, has=(OWN,), origin=BEGAN), CONTINUES),
     (AUTO, at(named=there(is_gone=True), origin=BEGAN), "refused: base/checkpoint-2, run/.resumed_from"),
     (AUTO, at(named=there("base"), origin="/w/base"), "refused: base"),  # it is there, but its checkpoint is not
     (f"{RESUME} base", at(named=there("base/c", beside=(2, 4))), "refused: base/c; checkpoint-2, checkpoint-4"),
     (f"{RESUME} base", at(named=there("base")), "refused: base; --model_name_or_path"),
     # --- the Hub
-    (PUSH, at(), "new"),
     (PUSH, at(main_branch=ANOTHER), f"{HELD} 9"),
     (PUSH, at(main_branch=UNKNOWN), f"{HELD} model.bin"),
     (f"{PUSH} --hub_overwrite", at(main_branch=ANOTHER), "new"),
     (f"{PUSH} --hub_private_repo", at(main_branch=PUBLIC), "refused: me/tiny public --hub_private_repo"),
     (f"{PUSH} {AUTO}", at(main_branch=MINE, has=(ON_HUB,)), "continues .*: resuming from me"),
-    (f"{PUSH} {AUTO}", at(), "new: .*the run starts at step 0"),  # a repository without a checkpoint
     (f"{PUSH} {AUTO} --hub_overwrite", at(main_branch=MINE), "new"),
     (f"{PUSH} {AUTO}", at(4, main_branch=MINE, has=(OWN,)), CONTINUES),
     (f"{PUSH} {AUTO}", at(4, main_branch=ANOTHER, has=(OWN,)), HELD),
@@ -166,7 +160,6 @@ STARTS = [
     (AUTO, at(named=ADDRESS, has=(ON_HUB,), origin="hf://me/tiny", **DIED), "branches from run/.hub/resumed"),
     # --- trackers
     ("--report_to wandb", at(trackers=("tensorboard",)), "refused: wandb --report_to"),
-    ("--report_to tensorboard", at(trackers=("tensorboard",)), "new"),
     # --- what does not work on the device
     ("--mixed_precision fp16", at(), "refused: fp16 CUDA cpu"),
     ("", at(machine=Machine("cpu", launcher_precision="fp16")), "refused: fp16 CUDA cpu"),
@@ -177,14 +170,12 @@ STARTS = [
     ("", at(machine=Machine("cpu", launcher_mode="fastest")), "refused: dynamo_mode 'fastest' default, lite,"),
     # --- FSDP
     (AUTO, at(4, machine=SHARDED, has=(FP16,)), "refused: FSDP --mixed_precision bf16"),  # kept from the checkpoint
-    ("", at(machine=SHARDED), "new"),
     ("--optim adamw_bnb_8bit", at(machine=SHARDED), "refused: FSDP --optim adamw_bnb_8bit"),
     ("--mixed_precision fp16", at(machine=SHARDED), "refused: FSDP --mixed_precision bf16"),
     ("", at(machine=TUNED), "refused: FSDP --dynamo_mode"),
     ("--dynamo_backend inductor", at(machine=REDUCED), "refused: FSDP reduce-overhead --dynamo_mode"),
     # --- the batch, of 8, over processes
     ("", at(machine=Machine("cpu", 3)), "refused: 8 3 --global_batch_size 6 9"),
-    ("--global_batch_size 24", at(machine=Machine("cpu", 3)), "new"),
     ("--global_batch_size 2", at(machine=Machine("cpu", 4)), "refused: 2 4 --global_batch_size 4"),
     ("--per_device_train_batch_size 3", at(machine=Machine("cpu", 2)), "refused: 3 1, 2, 4, --global_batch_size 6"),
     ("--gradient_accumulation_steps 3", at(), "refused: gradient_accumulation_steps 3 1, 2, 4, 8,"),
@@ -322,20 +313,18 @@ RUNS = [
     ("--bf16_residual", {"rates": SLOW_BF16}, "refused: --bf16_residual fp32"),
     ("--bf16_residual", {}, "bf16"),
     # --- its length
-    (EPOCHS, {}, "bf16 no eager, 1 x 1 x 8, 80 steps, 640 examples"),
+    (EPOCHS, {}, "bf16 no eager, 1 x 1 x 8, 80 steps, 640 examples, 0 changes, keeps the best"),
     (f"{EPOCHS} --global_batch_size 6", {}, ".*, 107 steps, 642 examples"),
-    ("--max_minutes 5", {}, ".*, None steps, None examples"),
+    ("--max_minutes 5", {}, ".*, None steps, None examples, 0 changes, keeps the best"),  # of unknown epochs
     # --- a typed warm-up that would not end before the run
     ("--max_steps 4 --warmup_steps 4", {}, "refused: 4 --warmup_steps share"),
     ("--num_train_epochs 0.1 --warmup_steps 3", {}, "refused: 3 2 --warmup_steps"),
     ("--max_steps 4 --warmup_steps 4 --lr_scheduler_type constant", {}, ".*, 4 steps"),
     ("--max_steps 4 --warmup_steps 4 --max_minutes 5", {}, ".*, 4 steps"),
     # --- which model it exports
-    (EPOCHS, {}, ".*, keeps the best"),
     ("--num_train_epochs 2", {}, ".* 200 examples, 0 changes$"),
     ("--max_steps 25", {}, ".* 200 examples, 0 changes$"),
     ("--max_steps 26", {}, ".* 208 examples, 0 changes, keeps the best"),
-    ("--max_minutes 5", {}, ".*, keeps the best"),  # how many epochs is not known
     (f"{EPOCHS} --load_best_model_at_end false", {}, ".* 640 examples, 0 changes$"),
     ("--num_train_epochs 2 --load_best_model_at_end true", {}, ".*, keeps the best"),
     ("--max_steps 40", {"data": mixture_of(0.75, 0.25)}, ".* 320 examples, 0 changes, keeps the best"),  # 2.4 epochs
@@ -362,7 +351,6 @@ RUNS = [
     ("", {"before": AT_20, "data": OTHER_TEXT}, "refused: dataset aaaaaaaaaaaa cccccccccccc; --output_dir"),
     ("", MIXED | {"data": mixture_of(0.3, 0.7)}, ".* 640 examples, 0 changes"),
     ("", MIXED | {"data": mixture_of(0.5, 0.5)}, "refused: dataset_weights 0.3, 0.7 0.5, order"),
-    ("", BRANCH, ".* 640 examples, 0 changes, keeps the best"),
     ("", BRANCH | {"data": OTHER_TEXT}, ".* 640 examples, 0 changes, a new stage, keeps the best"),
     ("--max_steps 40", BRANCH | {"data": OTHER_TEXT}, ".* 320 examples, 1 changes, a new stage$"),  # 1.6 epochs of it
     ("--max_steps 20", BRANCH | {"data": OTHER_TEXT}, "refused: new data --max_steps"),
@@ -533,6 +521,8 @@ TURNS = [
     # --- time
     ("--max_minutes 10", {"step": 5, "seconds": 300.0}, False, "step"),
     ("--max_minutes 10", {"step": 5, "seconds": 600.0}, False, "save evaluate"),
+    ("--max_minutes 10 --max_steps 80", {"step": 5, "seconds": 600.0}, False, "save evaluate"),
+    ("--max_minutes 10", {"step": 0, "seconds": 601.0, "evaluations": {0: {}}}, False, "step"),  # one at least
     ("--max_minutes 10 --max_steps 80", {"step": 80, "seconds": 9.0}, False, "save evaluate"),
     # --- the checkpoint before the decay
     (f"{EVERY} {WSD}", {"step": 59}, False, "step"),

@@ -22,7 +22,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from faults import AUTO, RESULTS, at_call, fail_with, name_checkpoints, send
-from helpers import BLOCK_SIZE, list_steps, make_documents, read_summary, read_weights
+from helpers import BLOCK_SIZE, list_steps, make_documents, read_weights
 
 import recipe.checkpoint
 import recipe.model.weights
@@ -31,14 +31,13 @@ from recipe import disk
 from recipe.checkpoint import CheckpointSaver, remove_checkpoint, why_damaged
 from recipe.command_line import load_config
 from recipe.data.cache import open_dataset_for
-from recipe.data.files import digest_files
 from recipe.data.packed import open_packed_dataset
 from recipe.data.prepare import prepare_dataset
 from recipe.data.source import TextSource
 from recipe.data.tokenizer import load_tokenizer
 from recipe.errors import UserError, run_main
 from recipe.publish.hub import link_files
-from recipe.run.folder import lock_output_dir, release_output_dirs
+from recipe.run.folder import release_output_dirs
 from recipe.run.log import RunLog
 from recipe.run.look import claim_folder
 from recipe.run.stop import EXIT_STOPPED
@@ -171,20 +170,6 @@ def test_a_full_disk_anywhere_is_one_sentence_and_other_errors_of_the_system_kee
         run_main(lambda: Path("/nowhere").read_text())
 
 
-def test_a_run_that_could_not_export_does_so_when_it_is_repeated(train, finished, monkeypatch, capsys):
-    """The error names the option. An earlier model stays as it is; what else could not be written is listed."""
-    before = read_weights(finished)
-    with monkeypatch.context() as patch, pytest.raises(UserError, match=f"{NO_SPACE}.*--resume_from_checkpoint auto"):
-        patch.setattr(recipe.checkpoint, "write_model", lambda *_: Path("/dev/full").write_text("x" * 10**6))
-        train("--max_steps", 5, "--save_steps", 5, *AUTO)
-    assert f"not written: checkpoint-5: {NO_SPACE}" in capsys.readouterr().out
-    assert read_weights(finished) == before
-    assert not list(finished.glob(".checkpoint*"))
-    train("--max_steps", 5, *AUTO)
-    assert read_summary(finished)["step"] == 5 and read_weights(finished) != before
-    assert all((finished / name).is_file() for name in RESULTS)
-
-
 # ------------------------------------------------------------------ operations that a disk lacks
 
 
@@ -234,12 +219,6 @@ def test_text_is_prepared_and_trained_on_whatever_the_disk_lacks(
     assert (run / "model.safetensors").is_file()
     assert not (tmp_path / "d" / ".lock").exists()
     assert capsys.readouterr().out.count("warning: the file system of ") == 1
-
-
-def test_an_error_of_a_lock_is_raised(tmp_path, monkeypatch):
-    monkeypatch.setattr(fcntl, "flock", fail_with(errno.EIO))
-    with pytest.raises(UserError, match="output_dir .*run .*Input/output error"):
-        lock_output_dir(tmp_path / "run")
 
 
 def test_what_waits_for_its_upload_is_a_copy_where_there_are_no_links(tmp_path, monkeypatch):
@@ -324,22 +303,6 @@ def test_the_longest_names_are_short_enough(tmp_path, tokenizer_dir, prepare):
     config = load_config([f"--{name}={value}" for name, value in options.items()])[0]
     assert len(open_dataset_for(config).directory.name) <= 143 - len(".123456789abc.partial")
     assert prepare(tmp_path / ("b" * 255), text)
-
-
-def test_a_file_that_changed_within_a_step_of_the_clock_is_read_again(tmp_path, monkeypatch):
-    """Size and time stay the same. A file that is older is read once."""
-    path = tmp_path / "a.txt"
-    path.write_text("one")
-    status = path.stat()
-    first = digest_files([str(path)])
-    path.write_text("two")
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    second = digest_files([str(path)])
-    assert second != first
-    os.utime(path, (1e9, 1e9))
-    assert digest_files([str(path)]) == second
-    monkeypatch.setattr("recipe.data.files.digest_file", lambda _: pytest.fail("read again"))
-    assert digest_files([str(path)]) == second
 
 
 # ------------------------------------------------------------------ one run per folder
