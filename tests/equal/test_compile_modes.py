@@ -10,9 +10,8 @@ from torch._inductor import list_mode_options
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from recipe.command_line import load_config
-from recipe.hardware import accelerator
 from recipe.hardware.accelerator import find_machine, parallelize
-from recipe.hardware.choices import CUDA_GRAPH_MODES, DYNAMO_MODES, Machine, choose
+from recipe.hardware.choices import CUDA_GRAPH_MODES, DYNAMO_MODES, Machine
 from recipe.hardware.devices import has_compiler
 from recipe.hardware.memory import micro_batch_sizes, smaller_micro_batches
 from recipe.model.loss import LanguageModelingLoss
@@ -35,21 +34,13 @@ def test_the_modes_are_those_of_torch():
     assert sorted(CUDA_GRAPH_MODES) == sorted(mode for mode in options if options[mode].get("triton.cudagraphs"))
 
 
-@pytest.mark.parametrize(
-    ("backend", "mode", "expected"),
-    [("inductor", "lite", "lite"), ("inductor", "default", None), ("no", "lite", None)],
-)
-def test_the_launchers_mode_is_shown_where_inductor_compiles(monkeypatch, launch_with, backend, mode, expected):
-    """So are its answers that have no effect. Full graphs are always compiled."""
-    monkeypatch.setattr(accelerator, "why_no_inductor", lambda device: None)
-    launch_with(mode)
-    for name in ("DYNAMIC", "REGIONAL_COMPILATION", "FULLGRAPH"):
+def test_the_launchers_answers_about_compilation_are_found(monkeypatch, launch_with):
+    """One that has no effect is listed. Full graphs are always compiled."""
+    launch_with("lite")
+    for name in ("DYNAMIC", "FULLGRAPH"):
         monkeypatch.setenv(f"ACCELERATE_DYNAMO_USE_{name}", "True")
-    config = config_of("--dynamo_backend", backend, "--mixed_precision", "no", "--attn_implementation", "sdpa")
-    choices = choose(config, find_machine(torch.device("cpu")), None)
-    assert (choices["mode"].value if "mode" in choices else None) == expected
-    unused = {"launcher": "dynamo_use_dynamic and dynamo_use_regional_compilation"} if backend == "inductor" else {}
-    assert {label: choice.value for label, choice in choices.items() if label == "launcher"} == unused
+    machine = find_machine(torch.device("cpu"))
+    assert (machine.launcher_mode, machine.launcher_unused) == ("lite", ("dynamo_use_dynamic",))
 
 
 @pytest.mark.parametrize(

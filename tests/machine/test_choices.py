@@ -6,7 +6,6 @@ import pytest
 import torch
 from helpers import read_weights
 
-from recipe.checkpoint import read_state
 from recipe.command_line import load_config
 from recipe.hardware import accelerator, probe
 from recipe.hardware.choices import Machine, choose, settle, to_measure
@@ -17,6 +16,7 @@ EPYC = Measured({"no": 3e11, "bf16": 6e11}, {"eager": 0.001, "sdpa": 0.002}, 4) 
 XEON = Measured({"no": 3.2e11, "bf16": 1.65e11}, {"eager": 0.003, "sdpa": 0.002}, 2)  # with AMX hidden from the guest
 CLOSE = Measured({"no": 3e11, "bf16": 3.2e11}, {}, 4)
 CPU = torch.device("cpu")
+UNUSED = ("dynamo_use_dynamic", "dynamo_use_regional_compilation")
 BF16_ON_CUDA = {"device_type": "cuda", "mixed_precision": "bf16"}  # in the checkpoint of a run on another GPU
 
 
@@ -63,6 +63,9 @@ def small_model(**shape):
         ("--max_minutes 60", {}, EPYC, "dynamo", "inductor"),
         ("", {"launcher_backend": "inductor", "total_flops": 1.0}, EPYC, "dynamo", "inductor"),
         ("--dynamo_backend aot_eager", {"launcher_backend": "inductor"}, EPYC, "dynamo", "aot_eager"),
+        # the launcher's mode, and its answers that have no effect, are shown where inductor compiles
+        ("--dynamo_backend inductor", {"launcher_mode": "lite"}, EPYC, "mode", "lite"),
+        ("--dynamo_backend inductor", {"launcher_unused": UNUSED}, EPYC, "launcher", " and ".join(UNUSED)),
         # attention: plain where it is faster, never where it was too long to be measured
         ("", {}, EPYC, "attention", "eager"),
         ("", {}, XEON, "attention", "sdpa"),
@@ -128,8 +131,6 @@ def test_a_killed_run_keeps_its_answers(train, tmp_path, monkeypatch):
 
     whole = run("whole", EPYC)
     run("killed", EPYC, "--max_steps", "3", "--save_steps", "2")
-    state = read_state(tmp_path / "killed" / "checkpoint-2").state.hardware
-    assert (state["mixed_precision"], state["attn_implementation"]) == ("bf16", "eager")
     again = ["--resume_from_checkpoint", str(tmp_path / "killed" / "checkpoint-2")]
     assert run("resumed", XEON, *again) == whole
     assert run("other", XEON) != whole

@@ -157,14 +157,12 @@ def test_a_signal_in_an_evaluation_is_served_at_once(train, stop, uninterrupted,
     check_equal(train(*SHORT), uninterrupted)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
-def test_a_signal_in_the_export_lets_the_run_end_with_its_results(train, monkeypatch, job_file, capfd, name):
+def test_a_signal_in_the_export_lets_the_run_end_with_its_results(train, monkeypatch, job_file):
     """The file that would have a job resume it is gone."""
-    at_call(monkeypatch, recipe.checkpoint, "write_model", 1, lambda: send(name))
+    at_call(monkeypatch, recipe.checkpoint, "write_model", 1, send)
     run = train()
     assert all((run / name).is_file() for name in RESULTS)
     assert not job_file.exists()
-    assert name in capfd.readouterr().err
 
 
 def test_a_second_ctrl_c_exits_at_once(monkeypatch):
