@@ -163,32 +163,29 @@ def test_summary_and_card_list_the_stages_without_names_of_files(train_stage, ot
     assert "a.jsonl" not in card
 
 
-@pytest.fixture
-def train_texts(train, tmp_path, monkeypatch):
-    """Run on first.txt or second.txt, with a tokenizer trained on it, as `train_texts("first", ...)`."""
-    monkeypatch.chdir(tmp_path)
-    for name, seed in (("first", 1), ("second", 2)):
-        (tmp_path / f"{name}.txt").write_text("\n\n".join(make_documents(60, seed)))
-    options = ["--config", "gpt2_124m", *RUN, "--tokenizer_vocab_size", 400, "--document_separator", r"\n\n"]
-    options += ["--config_overrides", "n_layer=1,n_head=2,n_embd=32", "--block_size", 32, "--global_batch_size", 4]
-    options += ["--warmup_steps", 2, "--logging_steps", 1]
-    return lambda name, *more: train(*options, "--train_file", f"{name}.txt", *more, alone=True)
-
-
-def test_the_text_of_a_stage_is_packed_with_the_tokenizer_of_its_run(train_texts, tmp_path):
+def test_the_text_of_a_stage_is_packed_with_the_tokenizer_of_its_run(train, tmp_path, monkeypatch):
     """Which was trained on the first text. The same command again does not train another.
 
     With that tokenizer, the first text is no new stage, though what was prepared of it is gone.
     """
-    train_texts("first", "--max_steps", 3, "--output_dir", "base")
+    monkeypatch.chdir(tmp_path)
+    options = ["--config", "gpt2_124m", *RUN, "--tokenizer_vocab_size", 400, "--document_separator", r"\n\n"]
+    options += ["--config_overrides", "n_layer=1,n_head=2,n_embd=32", "--block_size", 32, "--global_batch_size", 4]
+    options += ["--warmup_steps", 2, "--logging_steps", 1]
+
+    def train_text(name, *more):
+        (tmp_path / f"{name}.txt").write_text("\n\n".join(make_documents(60, seed=len(name))))
+        train(*options, "--train_file", f"{name}.txt", *more, alone=True)
+
+    train_text("first", "--max_steps", 3, "--output_dir", "base")
     branch = ["second", *start_from(tmp_path / "base", 3), "--output_dir", "branch"]
     with die_at(7), pytest.raises(UserError, match="killed"):
-        train_texts(*branch)
-    train_texts(*branch)
+        train_text(*branch)
+    train_text(*branch)
     tokenizers = [(tmp_path / name / "tokenizer.json").read_bytes() for name in ("base", "branch")]
     assert tokenizers[0] == tokenizers[1]
     assert len(list((tmp_path / "runs" / "data").iterdir())) == 2
     assert [stage["source"] for stage in read_summary(tmp_path / "branch")["stages"]] == ["first.txt", "second.txt"]
     shutil.rmtree(tmp_path / "runs")
-    train_texts("first", *start_from(tmp_path / "base", 3), "--max_steps", 6, "--output_dir", "longer")
+    train_text("first", *start_from(tmp_path / "base", 3), "--max_steps", 6, "--output_dir", "longer")
     assert len(read_summary(tmp_path / "longer")["stages"]) == 1

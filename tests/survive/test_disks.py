@@ -170,6 +170,17 @@ def test_a_full_disk_anywhere_is_one_sentence_and_other_errors_of_the_system_kee
         run_main(lambda: Path("/nowhere").read_text())
 
 
+def test_a_run_that_cannot_export_lists_what_is_missing_and_keeps_the_earlier_model(
+    train, finished, monkeypatch, capsys
+):
+    before = read_weights(finished)
+    monkeypatch.setattr(recipe.checkpoint, "write_model", FULL)
+    with pytest.raises(UserError, match=f"{NO_SPACE}.*--resume_from_checkpoint auto"):
+        train("--max_steps", 5, "--save_steps", 5, *AUTO)
+    assert f"not written: checkpoint-5: {NO_SPACE}" in capsys.readouterr().out
+    assert read_weights(finished) == before
+
+
 # ------------------------------------------------------------------ operations that a disk lacks
 
 
