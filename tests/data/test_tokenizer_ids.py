@@ -416,7 +416,9 @@ def test_bits_per_byte_are_those_of_the_text_under_any_tokenizer(tmp_path, run, 
         event["loss"] / np.log(2) * counts["text_tokens"] / counts["bytes"], rel=0.01
     )
     assert not run_script("scripts/evaluate_model.py", "--model", folder, "--text_file", tmp_path / "a.txt")
-    assert json.loads((folder / "evaluation.json").read_text())["texts"][0]["num_bytes"] == len((ENGLISH * 2).encode())
+    assert json.loads((folder / "evaluation.json").read_text())[0]["texts"][0]["num_bytes"] == len(
+        (ENGLISH * 2).encode()
+    )
 
 
 def test_a_run_without_bits_per_byte_has_losses(tmp_path, run, capsys):

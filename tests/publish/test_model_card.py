@@ -178,6 +178,15 @@ def test_an_edited_card_of_the_run_stays(run):
     assert "café" not in read_card(run, 4)
 
 
+def test_the_card_that_its_owner_edited_stays_when_the_run_is_extended(train, tmp_path):
+    options = {"output_dir": tmp_path / "run"}
+    run = train("--save_steps", 2, "--max_steps", 4, **options)
+    (run / "README.md").write_text((run / "README.md").read_text() + "My note\n")
+    train("--save_steps", 2, "--max_steps", 6, "--resume_from_checkpoint", "auto", **options)
+    text = (run / "README.md").read_text()
+    assert text.endswith("My note\n") and "\nstep: 6\n" in text
+
+
 def test_a_branch_is_loaded_and_resumed_by_its_name(run):
     branch = "step-000002-0.3k-3f9a1c"
     main = read_card(run, 4, earlier=[branch], resumable=branch)
