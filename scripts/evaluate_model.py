@@ -30,6 +30,8 @@ from recipe.hardware.processes import on_main_process, start_processes, use_all_
 from recipe.model.files import hub_commit
 from recipe.publish.card import EVALUATION_NAME, weights_sha256
 
+EXAMPLE_TOKENS = 256  # of a task, with its padding
+
 
 def parse_arguments() -> argparse.Namespace:
     parser = CommandLine(description="Evaluate a saved GPT-2 model on texts and tasks.")
@@ -111,7 +113,8 @@ def evaluate(args: argparse.Namespace, source: str, state: PartialState) -> dict
     options = {"text_column_name": args.text_column_name, "document_separator": args.document_separator}
     readers = [functools.partial(read_text, path, tokenizer, **options) for path in args.text_file]
     texts = [on_main_process(reader) for reader in readers]
-    batch_size = args.batch_size or max(1, (CPU_TOKENS if device.type == "cpu" else GPU_TOKENS) // context)
+    tokens = CPU_TOKENS if device.type == "cpu" else GPU_TOKENS
+    batch_size = args.batch_size or max(1, tokens // context)
     tokens_per_batch, scores_of_texts = batch_size * context, []
     if args.dataset_dir:
         dataset = open_packed_dataset(args.dataset_dir, row_length)
@@ -132,7 +135,8 @@ def evaluate(args: argparse.Namespace, source: str, state: PartialState) -> dict
     loading |= {} if args.revision is None else {"revision": args.revision}
     del model  # lm-eval loads it again
     if args.tasks:
-        results["tasks"] = score_tasks(source, args.tasks, args.limit, batch_size=args.batch_size or 8, **loading)
+        rows = args.batch_size or tokens // EXAMPLE_TOKENS
+        results["tasks"] = score_tasks(source, args.tasks, args.limit, batch_size=rows, **loading)
     results["num_processes"] = state.num_processes
     results["finished_at"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     results["environment"] = describe_environment(device)

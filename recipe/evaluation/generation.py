@@ -83,7 +83,6 @@ def generate_texts(
     context, device = model.config.max_position_embeddings, model.device
     generate: Any = model.generate
     settings: Any = copy.deepcopy(model.generation_config)
-    settings.max_length = None  # max_new_tokens decides
     if settings.do_sample is None:  # the model does not say how
         settings.update(**SAMPLING)
     settings.update(**options)
@@ -101,7 +100,11 @@ def generate_texts(
             length = len(rows[unfinished[0]])  # of all of them
             window = length if length < context else max(1, context // 2)
             ids = torch.tensor([rows[i][-window:] for i in unfinished], device=device)
-            settings.max_new_tokens = min(max_new_tokens, context - window)
+            count = min(max_new_tokens, context - window)
+            if settings.max_length is None:
+                settings.max_new_tokens = count
+            else:  # generate warns of both, and takes what is None from the model
+                settings.max_length = window + count
             found = generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -113,7 +116,7 @@ def generate_texts(
                 kept = [*itertools.takewhile(lambda token: token not in ends, new)]
                 rows[i] += kept
                 ended[i] = len(kept) < len(new)
-            max_new_tokens -= settings.max_new_tokens
+            max_new_tokens -= count
     return [decode_after(tokenizer, before, row[len(prompt_ids) :]) for row in rows]
 
 

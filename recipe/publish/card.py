@@ -75,12 +75,14 @@ def write_model_card(
 def sign(card: ModelCard, before: str) -> str:
     """Return a card with the hash of itself, by which an edit shows; or the edited card before it, with new results.
 
-    The hash of an edited card never fits again, so it stays until somebody deletes the hash. Another run's does not.
+    The hash of an edited card never fits again, so it stays until somebody deletes the hash. A page without a run's id
+    is its owner's and stays as it is; another run's card does not stay.
     """
-    signature = SIGNATURE.search(before)
-    if signature and signature[1] != short_hash(before):
-        edited = ModelCard(before, ignore_metadata_errors=True)
-        if edited.data.get("run_id") == card.data.get("run_id"):
+    if before:
+        edited, signature = ModelCard(before, ignore_metadata_errors=True), SIGNATURE.search(before)
+        if edited.data.get("run_id") is None:
+            return before
+        if signature and signature[1] != short_hash(before) and edited.data.get("run_id") == card.data.get("run_id"):
             for key in ("step", "model_name", "eval_results"):
                 edited.data[key] = card.data.get(key)
             print(f"the edited {CARD_NAME} stays, with the results of step {card.data['step']:,}", flush=True)

@@ -292,7 +292,8 @@ def upload(
         own = sorted({*own, branch}, key=branch_step)
     if decide_main(main_branch, run_id, step, final_step, config.hub_overwrite) == "published":
         resumable = own[-1] if own and publishes_training_state(config) else None
-        (folder / CARD_NAME).write_text(main_branch.card, encoding="utf-8")
+        before = main_branch.card if main_branch.run_id == run_id else ""
+        (folder / CARD_NAME).write_text(before, encoding="utf-8")
         write_model_card(output_dir, step, folder, resumable=resumable, **card)
         gone = () if main_branch.run_id == run_id else main_branch.files
         commit_files(api, repo_id, folder, WRITTEN_FILES + MODEL_FILES, MAIN, message, main_branch.commit, gone)

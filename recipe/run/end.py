@@ -24,7 +24,6 @@ from recipe.errors import UserError
 from recipe.evaluation.scoring import exp_or_inf
 from recipe.hardware.processes import on_main_process
 from recipe.metrics import (
-    CARD_NAME,
     SUMMARY_NAME,
     count_stage_tokens,
     measure_speed,
@@ -94,10 +93,9 @@ def finish_run(
         evaluation = {"loss": loss, "perplexity": exp_or_inf(loss), "bits_per_byte": math.nan, "num_rows": None}
         evaluation |= {"sample": None, **state.evaluations.get(step, {}), "step": step}  # none, if it was not logged
         summary = read_summary(folder, state.run_id)
-        if is_new := summary.get("step") != state.step:
+        if summary.get("step") != state.step:
             summary = write_summary(log, build_summary(log, state, record, evaluation))
-        if is_new or not (folder / CARD_NAME).exists():
-            log.tolerate("the model card", lambda: write_model_card(folder, step))
+        log.tolerate("the model card", lambda: write_model_card(folder, step))
         mark_resumable(False)
         for line in describe_end(log.run, state, evaluation):
             log.say_sentence(line)

@@ -17,6 +17,7 @@ from recipe.checkpoint import RunState
 from recipe.command_line import load_config
 from recipe.config import IDENTITY_OPTIONS, MISSING, OPTIONS, PUBLIC_OPTIONS, SCHEDULE_OPTIONS
 from recipe.errors import UserError
+from recipe.publish.card import weights_sha256
 from recipe.publish.hub import TRAINING_FILES
 from recipe.publish.uploads import HubUploads
 
@@ -70,7 +71,8 @@ def test_nothing_private_is_in_any_request(train, hub, canaries):
         log = log.replace(key, key.replace("{", '{"canary": "canary", '))
     (run / "metrics.jsonl").write_text(log)
     (run / "notes-canary.txt").write_text("canary")
-    (run / "evaluation.json").write_text(json.dumps({"texts": [{"name": "canary.txt", "loss": 1.0}]}))
+    own = {"texts": [{"name": "canary.txt", "loss": 1.0}], "tasks": {"canary": {"acc": 0.5, "num_examples": 9}}}
+    (run / "evaluation.json").write_text(json.dumps([own | {"weights_sha256": weights_sha256(run)}]))
     config = load_config(["--dataset_dir", "x", "--block_size", "32", "--global_batch_size", "4", *PUSH]).config
     uploads = HubUploads(config, read_events(run, "start")[0]["run_id"], run, print, keeps_all=True)
     uploads.add(run / "checkpoint-4", 4)
