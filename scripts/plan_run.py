@@ -251,7 +251,7 @@ def plan_minutes(args: argparse.Namespace, options: list[str]) -> None:
             num_epochs = tokens / config.block_size / measured[number]["data"]["splits"]["train"]["rows"]
             if (most := math.ceil(1.25 * num_epochs)) > config.num_train_epochs:  # the speed may differ
                 length += ["--num_train_epochs", str(most)]
-                print(f"; {num_epochs:,.1f} epochs of this text: more text would be better", end="")
+                print(f"\n{num_epochs:,.1f} epochs of this text: more text would be better", end="")
         launch = ["accelerate", "launch", *args.launcher, os.path.relpath(TRAIN)]
         parts = filter(None, [launch, options, shape_options(*SHAPES[number]), length])
         print("\n" + " \\\n    ".join(map(shlex.join, parts)))
