@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 import recipe.train
 from recipe.errors import UserError
+from recipe.hardware.devices import rounds_products
 from recipe.hardware.memory import PROCESS_BYTES
 
 pytestmark = pytest.mark.gpu
@@ -138,15 +139,16 @@ def test_tf32_is_a_switch(train, before_each_step, tmp_path):
     exact, found = a.double() @ b.double(), []
 
     def look(_):
-        found.append((torch.get_float32_matmul_precision(), (a @ b - exact).abs().max().item()))
+        rounds = rounds_products(torch.device("cuda"))
+        found.append((torch.get_float32_matmul_precision(), (a @ b - exact).abs().max().item(), rounds))
 
     before_each_step(look)
     for switch, expected in (("true", "high"), ("false", "highest")):
         train("--tf32", switch, *ONE_STEP, output_dir=tmp_path / switch)
-        precision, error = found[-1]
+        precision, error, rounds = found[-1]
         assert precision == expected
         has_tf32 = torch.cuda.get_device_capability() >= (8, 0)  # sums of 1,024 products: 10 bits of mantissa, or 23
-        assert (error > 2e-3) == (switch == "true" and has_tf32), error
+        assert (error > 2e-3) == rounds == (switch == "true" and has_tf32), error
 
 
 LARGE = ["--config_overrides", "n_layer=8,n_head=4,n_embd=256", "--global_batch_size", "512"]

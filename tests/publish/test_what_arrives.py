@@ -71,6 +71,8 @@ def test_nothing_private_is_in_any_request(train, hub, canaries):
         log = log.replace(key, key.replace("{", '{"canary": "canary", '))
     (run / "metrics.jsonl").write_text(log)
     (run / "notes-canary.txt").write_text("canary")
+    (canaries / "id_rsa").write_text("canary")
+    (run / "chat_template.jinja").symlink_to(canaries / "id_rsa")
     own = {"texts": [{"name": "canary.txt", "loss": 1.0}], "tasks": {"canary": {"acc": 0.5, "num_examples": 9}}}
     (run / "evaluation.json").write_text(json.dumps([own | {"weights_sha256": weights_sha256(run)}]))
     config = load_config(["--dataset_dir", "x", "--block_size", "32", "--global_batch_size", "4", *PUSH]).config
