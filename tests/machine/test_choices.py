@@ -199,3 +199,16 @@ def test_a_product_of_an_accelerator_is_over_when_the_device_says_so(monkeypatch
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     measure_rates(torch.device("meta"), small_model(), 32)
     assert len(waits) > 20
+
+
+def test_the_rate_counts_each_product_as_often_as_the_model_has_it(monkeypatch):
+    """With 1 ns per FLOP in the vocabulary's products and 2 ns in the blocks', by hand."""
+    width, vocab = 64, 512
+    monkeypatch.setattr(probe, "SIDE_SECONDS", 0.0)  # 64 rows and columns
+    monkeypatch.setattr(probe, "best_of", lambda rounds, device, function: 1e-3 if function().shape else 0)
+    monkeypatch.setattr(probe, "time_attention", lambda *_: {})
+    rate = measure_rates(CPU, small_model(), 32, ["no"]).flops_per_second["no"]
+    # every product takes 1 ms, and has 64 x k x 64 multiply-adds of the k x columns that a token needs
+    blocks = 2 * (2 * width * 4 * width) / (2 * 64 * 64 * 64) + 2 * 4 * width * width / (2 * 64 * 4 * 64 * 64)
+    seconds = (blocks + width * vocab / (2 * 64 * 64 * 64)) * 1e-3
+    assert rate == pytest.approx(2 * (2 * 12 * width * width + width * vocab) / 2 / seconds, rel=1e-9)

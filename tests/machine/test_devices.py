@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import warnings
 
 import pytest
 import torch
@@ -109,3 +110,24 @@ def test_the_reason_against_flash_attention_is_that_of_the_kernel(monkeypatch):
     )
     assert "dropout" in devices.why_no_flash(torch.device("cpu"), "bf16", 12, 64, 128)
     assert torch.backends.cuda.math_sdp_enabled()
+
+
+ON_A_GPU = [  # torch's reasons, in its order
+    *("Memory efficient kernel not used because:", "It has been runtime disabled. (Triggered internally at x)"),
+    *("Flash attention kernel not used because:", "Expected a 16-bit type. (Triggered internally at x)"),
+    *("CuDNN attention kernel not used because:", "Torch was not compiled with cuDNN."),
+]
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [(ON_A_GPU, "Expected a 16-bit type."), ([], "RuntimeError: No available kernel.")],
+)
+def test_of_several_reasons_that_against_flash_kernels_counts(monkeypatch, lines, expected):
+    def refuse(*_, **__):
+        for line in lines:
+            warnings.warn(line, stacklevel=1)
+        raise RuntimeError("No available kernel.")
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", refuse)
+    assert devices.why_no_flash(torch.device("cpu"), "no", 12, 64, 128) == expected

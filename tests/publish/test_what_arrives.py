@@ -10,15 +10,15 @@ import safetensors.torch
 import torch
 import yaml
 from helpers import ROOT, TINY, default_arguments, launch, read_events, read_summary, read_words, run_script
-from hub_runs import BRANCHES, PUSH, REPO, SAVE, STEPS, branches_of, files_in, open_uploads, steps_of
+from hub_runs import BRANCHES, PUSH, REPO, SAVE, STEPS, branches_of, files_in, open_uploads, put, steps_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipe.checkpoint import RunState
+from recipe.checkpoint import CheckpointSaver, RunState
 from recipe.command_line import load_config
 from recipe.config import IDENTITY_OPTIONS, MISSING, OPTIONS, PUBLIC_OPTIONS, SCHEDULE_OPTIONS
 from recipe.errors import UserError
 from recipe.publish.card import weights_sha256
-from recipe.publish.hub import TRAINING_FILES
+from recipe.publish.hub import TRAINING_FILES, branch_name
 from recipe.publish.uploads import HubUploads
 
 MODEL = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
@@ -216,3 +216,30 @@ def test_every_line_of_a_published_run_is_ours(hub, dataset_dir, tmp_path):
     assert "--resume_from_checkpoint" in printed
     assert [line for line in printed.splitlines() if len(line) > 80] == []
     assert [line for line in result.stderr.splitlines() if "tok/s" not in line] == []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "name"), [(300, "0.3k"), (819_200, "0.8M"), (99_000_000, "99.0M"), (4_099_932_160, "4.1B")]
+)
+def test_branches_count_tokens_in_a_unit_that_fits(tokens, name):
+    assert branch_name(400, tokens, "abcdef012345") == f"step-000400-{name}-abcdef"
+
+
+def test_files_that_a_model_no_longer_has_leave_main(run, hub):
+    """Files that the recipe does not publish stay."""
+    assert open_uploads(run).finish(4)
+    put(hub, "vocab.json")
+    put(hub, "notes.txt")
+    assert open_uploads(run).finish(4)
+    assert "notes.txt" in hub.files(REPO)
+    assert "vocab.json" not in hub.files(REPO)
+
+
+def test_the_checkpoint_of_the_last_step_waits_for_the_final_model(train, hub, monkeypatch):
+    """The final model arrives first: a disk may be deleted before all of the training state is on the Hub."""
+    save = CheckpointSaver.save
+    monkeypatch.setattr(CheckpointSaver, "save", lambda self, state: (save(self, state), self.wait()))
+    train(*PUSH, "--save_steps", "4", "--hub_strategy", "checkpoint")
+    commits = [path for _, path, _, _ in hub.requests if "/commit/" in path]
+    assert len(commits) > 1
+    assert commits[0].endswith("/commit/main")

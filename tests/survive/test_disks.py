@@ -31,6 +31,7 @@ from recipe import disk
 from recipe.checkpoint import CheckpointSaver, remove_checkpoint, why_damaged
 from recipe.command_line import load_config
 from recipe.data.cache import open_dataset_for
+from recipe.data.files import digest_files
 from recipe.data.packed import open_packed_dataset
 from recipe.data.prepare import prepare_dataset
 from recipe.data.source import TextSource
@@ -346,3 +347,19 @@ def test_a_run_without_output_dir_takes_the_first_name_that_is_not_in_use(other_
         assert claim_folder(config, "demo") == Path("runs/demo")  # it ended and left nothing
     finally:
         release_output_dirs()
+
+
+def test_a_file_that_changed_within_a_step_of_the_clock_is_read_again(tmp_path, monkeypatch):
+    """Size and time stay the same. A file that is older is read once."""
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    status = path.stat()
+    first = digest_files([str(path)])
+    path.write_text("two")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    second = digest_files([str(path)])
+    assert second != first
+    os.utime(path, (1e9, 1e9))
+    assert digest_files([str(path)]) == second
+    monkeypatch.setattr("recipe.data.files.digest_file", lambda _: pytest.fail("read again"))
+    assert digest_files([str(path)]) == second

@@ -27,7 +27,7 @@ from helpers import (
 import recipe.train
 from recipe.checkpoint import RunState, Stage
 from recipe.command_line import load_config
-from recipe.metrics import has_begun_to_diverge
+from recipe.metrics import find_train_loss, has_begun_to_diverge
 from recipe.metrics import read_events as read_metrics
 from recipe.progress import LineStream
 from recipe.run.decide import count_epochs
@@ -281,3 +281,19 @@ def test_no_secret_leaves_the_environment(train, monkeypatch, tmp_path, capfd):
     assert {"summary.json", "README.md", "metrics.jsonl"} <= {path.name for path in files}
     assert any("tfevents" in path.name for path in files)
     assert [path for path, content in files.items() if canary.encode() in content] == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ([("start", 0, 0.0), ("train", 1, 9.0), ("eval", 1, 9.0)], None),
+        ([("train", 1, 9.0), ("eval", 1, 9.0), ("train", 4, 5.0), ("sample", 4, 0.0)], 5.0),
+        # Each line counts as often as it has steps, after a resume those since it.
+        ([("train", 1, 9.0), ("eval", 1, 9.0), ("train", 4, 5.0), ("start", 6, 0), ("train", 7, 1.0)], 16 / 4),
+        ([("start", 1000, 0.0), ("train", 1001, 9.0), ("train", 1004, 1.0)], 12 / 4),  # of another folder
+        ([("train", 1, 9.0), ("train", 2, None)], 9.0),  # it was NaN
+    ],
+)
+def test_the_mean_training_loss_is_that_of_the_steps_since_the_last_evaluation(lines, expected):
+    events = [{"event": event, "step": step, "loss": loss} for event, step, loss in lines]
+    assert find_train_loss(events) == (None if expected is None else pytest.approx(expected))
