@@ -38,7 +38,6 @@ from recipe.model.weights import load_model_weights, load_pretrained, write_conf
 
 MAX_TOKENS = 16_384  # 40 seconds per model for GPT-2 124M on one CPU core
 CHARACTERS_PER_TOKEN = 4  # of English, roughly
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def main() -> None:
@@ -57,8 +56,8 @@ def main() -> None:
             model.save_pretrained(folder)
             model = load_as_int8(Path(folder), loading)
     if args.dtype:
-        nn.Module.to(model, dtype=DTYPES[args.dtype])
-        model.config.dtype = DTYPES[args.dtype]
+        nn.Module.to(model, dtype=torch.bfloat16)
+        model.config.dtype = torch.bfloat16
     model.save_pretrained(args.output_dir)
     write_config(model.config, args.output_dir)
     for path in args.output_dir.glob("*.safetensors"):
@@ -120,8 +119,9 @@ def parse() -> argparse.Namespace:
     parser = CommandLine(description="Store a saved model in bf16 or int8, or prune it; compare size and perplexity.")
     parser.add_argument("--model", type=Path, required=True, help="folder of a run or of a checkpoint")
     parser.add_argument("--output_dir", type=Path, required=True, help="folder for the new model; new or empty")
-    parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (checkpoints have fp32)")
-    parser.add_argument("--quantize", choices=["int8"], help='needs pip install -e ".[quantize]"')
+    stored = parser.add_mutually_exclusive_group()
+    stored.add_argument("--dtype", choices=["bf16"], help="type of the weights (checkpoints have fp32)")
+    stored.add_argument("--quantize", choices=["int8"], help='needs pip install -e ".[quantize]"')
     parser.add_argument("--prune", type=float, help="set this fraction of each matrix to zero: 0.3")
     parser.add_argument("--trust_remote_code", action="store_true", help="run the code that the model brings")
     text = parser.add_mutually_exclusive_group()
@@ -130,8 +130,6 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.quantize is None and args.prune is None and args.dtype is None:
         raise UserError("nothing to do: pass --dtype bf16, --quantize int8 or --prune 0.3")
-    if args.quantize and args.dtype:
-        raise UserError("pass --dtype or --quantize, not both")
     if args.quantize and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError('--quantize needs bitsandbytes; run pip install -e ".[quantize]"')
     if args.prune is not None and not 0 < args.prune < 1:

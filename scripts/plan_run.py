@@ -18,7 +18,6 @@ import json
 import math
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -127,7 +126,6 @@ def check_machine(planned: Planned, choices: dict[str, Choice]) -> int:
         "precision": lambda: f"{in_words('precision', choices['precision'].value)}: {choices['precision'].reason}",
         "attention": lambda: describe_attention(planned.config, planned.model_config, choices, find_device()),
         "compiler": check_compiler,
-        "disk": lambda: check_disk(planned.config),
     }
     failed = 0
     for name, check in checks.items():
@@ -162,15 +160,6 @@ def check_compiler() -> str:
     compiled = torch.compile(lambda x: (2 * x).sin() + 1)
     compiled(torch.ones(8, device=device))
     return f"inductor compiles for {device.type}"
-
-
-def check_disk(config: TrainConfig) -> str:
-    """Show the free space where the run writes; a folder that does not exist yet is on its parent's disk."""
-    texts = []
-    for folder in dict.fromkeys([config.output_dir or "runs", config.cache_dir]):
-        existing = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.is_dir())
-        texts.append(f"{shutil.disk_usage(existing).free / 1e9:,.0f} GB free for {folder}")
-    return f"{', '.join(texts)}; a checkpoint takes 12 bytes per parameter, a packed token 2"
 
 
 def measure_steps(launcher: list[str], planned: Planned) -> dict[str, Any]:
