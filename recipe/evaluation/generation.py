@@ -76,8 +76,8 @@ def generate_texts(
 ) -> list[str]:
     """Return num_samples continuations of a text, or answers to a dialog, up to a token that ends them.
 
-    PyTorch's random state stays as it was. Within the model's context, this is one call of `generate`; a longer text
-    is continued by further calls, each on the last half of the context. stream: called with each new piece of a single
+    PyTorch's random state stays as it was. Within the model's context, this is one call of `generate`; when a text
+    fills the context, another call continues from its second half. stream: called with each new piece of a single
     sample. options: replace those of the model's generation_config, such as `temperature`.
     """
     context, device = model.config.max_position_embeddings, model.device

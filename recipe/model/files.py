@@ -89,7 +89,7 @@ def own_files(source: str | Path, names: tuple[str, ...] = (*TOKENIZER_FILES, GE
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Return whether a file that is to be published lies in its folder, or where the Hub's cache keeps it."""
+    """Return whether a file may be published: it must be inside its folder, or in the Hub cache's blobs."""
     file, root = path.resolve(), folder.resolve()
     is_cached = root.parent.name == "snapshots" and file.is_relative_to(root.parent.parent / "blobs")
     if not (is_inside := is_cached or file.is_relative_to(root)):

@@ -67,7 +67,7 @@ def test_texts_within_the_context_are_those_of_generate(loaded, options):
 def greedy(model_dir, prompt: str, count: int) -> list[int]:
     """Independent reference: append the most likely token, `count` times.
 
-    When the text fills the context, the model goes on from the last half of it.
+    Once the text fills the context, the model sees only its second half, and continues.
     """
     model, tokenizer = AutoModelForCausalLM.from_pretrained(model_dir).eval(), AutoTokenizer.from_pretrained(model_dir)
     ids = tokenizer(prompt)["input_ids"] or [tokenizer.eos_token_id]
