@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -10,15 +11,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
-from helpers import BLOCK_SIZE, ONE_STEP, load_program, values_of
+from helpers import BLOCK_SIZE, ONE_STEP, ROOT, load_program, values_of
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from recipe.data.batches import example_rows
 from recipe.errors import UserError
+
+PROGRAMS = ROOT / "tests" / "programs"
 
 # ---------------------------------------------------------------- the bare loop
 
@@ -160,6 +164,43 @@ def test_a_run_that_fails_is_a_row_of_the_sweep_with_its_reason(sweep, tmp_path)
     assert (tmp_path / "chart.png").exists()
     with pytest.raises(UserError):  # if every run fails, so does the sweep
         start("learning_rate", 1000, "--seeds", 0)
+
+
+# ---------------------------------------------------------------- other programs
+
+
+def compare(dataset_dir, monkeypatch, *programs: Path, output_file: Path) -> None:
+    program = load_program("scripts/benchmarks/peers.py")
+    options = f"--config gpt2_124m --dataset_dir {dataset_dir} --block_size {BLOCK_SIZE} --mixed_precision bf16"
+    options += " --config_overrides n_layer=2,n_head=2,n_embd=32 --dynamo_backend no"
+    options += f" --per_device_train_batch_size 4 --global_batch_size 8 --rounds 5 --output_file {output_file}"
+    monkeypatch.setattr(sys, "argv", ["peers.py", *map(str, programs), *options.split()])
+    program.main()
+
+
+def test_programs_take_turns_of_four_steps_and_are_stopped_in_between(dataset_dir, tmp_path, monkeypatch, capsys):
+    """Both get our tokens and the precision of recipe/train.py, and every turn is timed."""
+    laps, nanogpt = tmp_path / "laps.txt", tmp_path / "nanoGPT"
+    nanogpt.mkdir()
+    (nanogpt / "laps.txt").write_text(str(laps))
+    shutil.copy(PROGRAMS / "nanogpt_train.py", nanogpt / "train.py")
+    compare(dataset_dir, monkeypatch, nanogpt, PROGRAMS / "run_clm.py", output_file=tmp_path / "peers.json")
+    found = json.loads((tmp_path / "peers.json").read_text())
+    assert list(found["turn_seconds"]) == ["recipe/train.py", "nanoGPT", "run_clm.py"]
+    assert all(len(seconds) == 5 for seconds in found["turn_seconds"].values())
+    assert len(found["product_flops_per_second"]) == 5 and found["turn_tokens"] == 4 * 8 * BLOCK_SIZE
+    assert min(found["turn_seconds"]["nanoGPT"]) > 0.02
+    assert len(laps.read_text().splitlines()) <= 3 + 5 + 1  # it did not train while others did
+    ours, peer = (found["turn_seconds"][name] for name in ("recipe/train.py", "nanoGPT"))
+    ratios = [theirs / mine for theirs, mine in zip(peer, ours, strict=True)]
+    assert f"| {statistics.median(ratios):.2f} | {min(ratios):.2f} to {max(ratios):.2f} |" in capsys.readouterr().out
+
+
+def test_a_program_that_fails_is_named_with_its_last_line_and_nothing_goes_on(dataset_dir, tmp_path, monkeypatch):
+    (tmp_path / "run_clm.py").write_text("import nothing_of_this_name")
+    with pytest.raises(UserError, match=r"run_clm\.py ended: .*nothing_of_this_name"):
+        compare(dataset_dir, monkeypatch, tmp_path / "run_clm.py", output_file=tmp_path / "peers.json")
+    assert not [process for process in psutil.Process().children() if process.status() != psutil.STATUS_ZOMBIE]
 
 
 # ---------------------------------------------------------------- the first hour on a GPU

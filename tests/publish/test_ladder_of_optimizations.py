@@ -3,12 +3,12 @@
 import dataclasses
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import psutil
@@ -25,7 +25,6 @@ NOT_OF_THE_MODEL = (
     "n_ctx",
     "summary_first_dropout",
 )
-SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 32}
 PROGRAMS = ROOT / "tests" / "programs"
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -36,22 +35,27 @@ def program():
 
 
 @pytest.fixture(scope="module")
-def setting(program, dataset_dir):
-    """Twelve steps of two micro-batches of four rows."""
-    return program.Setting(
-        "cpu", "fp32", dataset_dir, 500, SHAPE, BLOCK_SIZE, 4, 2, num_steps=12, seconds=None, eval_rows=8
-    )
+def options(program, dataset_dir):
+    """Twelve steps of two micro-batches of four rows, without compilation and in fp32."""
+    options = f"--config gpt2_124m --dataset_dir {dataset_dir} --block_size {BLOCK_SIZE}"
+    options += " --config_overrides n_layer=2,n_head=2,n_embd=32"
+    options += " --per_device_train_batch_size 4 --global_batch_size 8 --max_steps 12 --max_eval_samples 8"
+    return [*program.OPTIONS.split(), *options.split(), *PLAIN]
+
+
+@pytest.fixture(scope="module")
+def config(program, options):
+    return program.resolve(options)
 
 
 @pytest.fixture
 def in_process(program, monkeypatch):
-    """Run rungs and recipe/train.py in this process, without compilation and in fp32. Returns the trained configs."""
+    """Run rungs and recipe/train.py in this process. Returns the trained configs."""
     configs = []
 
-    def run_program(command: list[str], cwd: Path | None = None) -> list[tuple[float, str]]:
-        run_training([*command[1:], *PLAIN])
+    def run_program(command: list[str]) -> None:
+        run_training(command[1:])
         configs.append(AutoConfig.from_pretrained(command[command.index("--output_dir") + 1]))
-        return []
 
     monkeypatch.setattr(program, "measure_rung", lambda job: {"not_run": job} if isinstance(job, str) else job())
     monkeypatch.setattr(program, "why_no_inductor", lambda device: "not tried")
@@ -60,8 +64,8 @@ def in_process(program, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def fp32(program, setting):
-    return program.train({"fp32"}, setting)
+def fp32(program, config):
+    return program.train({"fp32"}, config)
 
 
 @pytest.mark.parametrize(
@@ -72,18 +76,18 @@ def fp32(program, setting):
         *((name, 1e-5) for name in ("flash", "fused", "packed", "no_sync", "loss_in_graph")),
     ],
 )
-def test_an_optimization_does_not_change_the_loss(rung, tolerance, program, setting, fp32):
+def test_an_optimization_does_not_change_the_loss(rung, tolerance, program, config, fp32):
     """Padding adds random logits that count: log(512 / 500) here, log(50304 / 50257) with GPT-2's vocabulary."""
-    loss = program.train({"fp32", rung}, dataclasses.replace(setting, precision="bf16"))["loss"]
+    loss = program.train({"fp32", rung}, dataclasses.replace(config, mixed_precision="bf16"))["loss"]
     assert abs(loss - fp32["loss"]) < tolerance
     assert loss != fp32["loss"] or tolerance == 1e-5  # the others compute something else
 
 
-def test_the_top_of_the_ladder_is_the_recipe(program, setting, in_process):
+def test_the_top_of_the_ladder_is_the_recipe(program, config, options, in_process):
     """The plain loop without padding and recipe/train.py, whose loss ignores the padding, train the same model."""
     with mock.patch.object(AutoModelForCausalLM, "from_config", wraps=AutoModelForCausalLM.from_config) as build:
-        plain = program.train({"fp32", "tied", "fused", "packed"}, setting)
-    recipe = program.train_recipe(setting)
+        plain = program.train({"fp32", "tied", "fused", "packed"}, config)
+    recipe = program.train_recipe(options)
     assert plain["loss"] == pytest.approx(recipe["loss"], abs=1e-5) and plain["steps"] == recipe["steps"] == 12
     assert plain["num_parameters"] == recipe["num_parameters"]
     ours, theirs = (config.to_dict() for config in (build.call_args.args[0], *in_process))
@@ -94,20 +98,20 @@ def test_the_top_of_the_ladder_is_the_recipe(program, setting, in_process):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="huge pages of Linux")
-def test_rungs_and_peers_start_without_what_the_recipe_sets(dataset_dir):
+def test_rungs_start_without_what_the_recipe_sets(options):
     """A rung then switches huge pages on."""
     environment = {key: value for key, value in os.environ.items() if key != "THP_MEM_ALLOC_ENABLE"}
-    command = [sys.executable, PROGRAMS / "start_rung.py", SCRIPT, dataset_dir]
+    command = [sys.executable, PROGRAMS / "start_rung.py", SCRIPT, *options]
     run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=environment)
-    of_peer, huge_kb = run.stdout.splitlines()[-2:]
-    assert of_peer == "None"
+    of_rung, huge_kb = run.stdout.splitlines()[-2:]
+    assert of_rung == "None"
     if HUGE_PAGES.is_file() and "[madvise]" in HUGE_PAGES.read_text():
         assert int(huge_kb) > 60_000
 
 
-def test_each_rung_adds_one_optimization_and_the_recipe_is_the_last(program, setting):
+def test_each_rung_adds_one_optimization_and_the_recipe_is_the_last(program, config, options):
     """What a CPU cannot show is skipped with a reason."""
-    plan = program.plan_ladder(setting, None)
+    plan = program.plan_ladder(config, options, list(program.RUNGS))
     assert [what for what, _ in plan] == [*program.RUNGS.values(), "recipe/train.py"]
     skipped = {what for what, job in plan if isinstance(job, str)}
     assert {program.RUNGS["tf32"], program.RUNGS["half"]} <= skipped
@@ -115,36 +119,33 @@ def test_each_rung_adds_one_optimization_and_the_recipe_is_the_last(program, set
     assert all(len(more - fewer) == 1 and fewer < more for fewer, more in pairwise(switches))
 
 
-def test_each_rung_fills_the_memory_that_it_frees(program, setting):
+def test_each_rung_fills_the_memory_that_it_frees(program, config, monkeypatch):
     """The micro-batch of 124M on 40 GB, by the estimate of recipe/hardware/memory.py, grows from rung to rung."""
+    monkeypatch.setattr(program, "open_dataset_for", lambda _: SimpleNamespace(vocab_size=50257))
     shape = {"n_layer": 12, "n_head": 12, "n_embd": 768}
-    large = dataclasses.replace(setting, device="cuda", precision="bf16", shape=shape, vocab_size=50257)
-    large = dataclasses.replace(large, block_size=1024, micro_batch=16)
+    large = dataclasses.replace(config, mixed_precision="bf16", config_overrides=shape, block_size=1024)
     on, sizes = set(), {}
     for rung in program.RUNGS:
         on = on | {rung}
-        sizes[rung] = program.fill_memory(on, large, 42.3e9).micro_batch
+        sizes[rung] = program.fill_memory(on, large, 42.3e9).per_device_train_batch_size
     assert sizes["fp32"] < sizes["flash"] < sizes["loss_in_graph"]
     assert list(sizes.values()) == sorted(sizes.values()) and all(size % 4 == 0 for size in sizes.values())
 
 
-def test_where_batches_come_from_does_not_change_the_loss(program, setting, in_process):
+def test_where_batches_come_from_does_not_change_the_loss(program, config, options, in_process):
     """The loop with packed ids, and the recipe with ids mapped, in RAM and on the device."""
-    found = [job() for _, job in program.plan_input(setting)[:5]]
+    found = [job() for _, job in program.plan_input(config, options)[:5]]
     tokenized, packed, *placed = (of["loss"] for of in found)
     assert len(placed) == 3 and len(set(placed)) == 1 and abs(packed - placed[0]) < 0.03  # a padded vocabulary
     assert abs(tokenized - packed) < 0.02  # text does not come back as the same ids
-    assert all(of["steps"] == setting.num_steps and of["step_ms"] > 0 for of in found)
+    assert all(of["steps"] == 12 and of["step_ms"] > 0 for of in found)
 
 
 def test_the_ladder_leaves_a_table_a_json_file_and_two_charts(
-    program, in_process, dataset_dir, tmp_path, monkeypatch, capsys
+    program, in_process, options, tmp_path, monkeypatch, capsys
 ):
     """The table fits a terminal."""
-    options = "--config demo --steps 4 --micro_batch 2 --grad_accum 1 --rungs flash"
-    arguments = [*options.split(), "--dataset_dir", dataset_dir, "--output_file", tmp_path / "ladder.json"]
-    monkeypatch.setattr("sys.argv", [SCRIPT, *map(str, arguments)])
-    monkeypatch.setattr(program, "GPT2_SHAPE", SHAPE)
+    monkeypatch.setattr("sys.argv", [SCRIPT, *options, "--rungs", "flash", "--output_file", f"{tmp_path}/ladder.json"])
     program.main()
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ") and "not run" not in line]
     labels = [row.split(" | ")[0].strip("| ") for row in rows[1:]]
@@ -156,43 +157,8 @@ def test_the_ladder_leaves_a_table_a_json_file_and_two_charts(
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_time_limit_replaces_the_steps(program, setting):
+def test_a_time_limit_replaces_the_steps(program, config):
     """A rung trains until its seconds, counted from the start of its process, are over."""
     alive = time.time() - psutil.Process().create_time()
-    found = program.train({"fp32", "packed"}, dataclasses.replace(setting, seconds=alive + 1))
-    assert found["steps"] > setting.num_steps
-
-
-# ---------------------------------------------------------------- other programs
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_nanogpt_gets_our_tokens_and_the_best_precision(program, setting, tmp_path, precision):
-    """The median step counts. On a CPU, nanoGPT has no autocast of its own."""
-    (tmp_path / "data").mkdir()
-    shutil.copy(PROGRAMS / "nanogpt_train.py", tmp_path / "train.py")
-    found = program.train_nanogpt(tmp_path, dataclasses.replace(setting, precision=precision))
-    assert found["tokens_per_second"] == pytest.approx(4 * 2 * BLOCK_SIZE / 0.064)
-    assert found["precision"] == precision and ("change" in found) == (precision == "bf16")
-    assert found["num_parameters"] == 1234
-
-
-def test_run_clm_gets_our_text_and_its_speed_is_that_of_its_log(program, setting):
-    """The time before its first line does not count: it compiles."""
-    found = program.train_run_clm(PROGRAMS / "run_clm.py", setting)
-    assert 0.3 < found["tokens_per_second"] / (4 * 4 * 2 * BLOCK_SIZE / 0.2) < 1.05
-    assert found["precision"] == "fp32" and found["num_parameters"] == 1234
-
-
-def test_programs_take_turns_and_are_compared_round_by_round(program, setting, tmp_path):
-    """The median of the ratios counts. A program that fails has a row with the reason, and no ratio."""
-    (tmp_path / "train.py").write_text("import nothing_of_this_name")
-    plan = program.plan_comparison(setting, [PROGRAMS / "run_clm.py", tmp_path], 2)
-    assert [what for what, _ in plan] == ["recipe/train.py", "run_clm.py", "nanoGPT"] * 2
-    failed = {"what": "nanoGPT", **program.attempt(plan[2][1])}
-    ours, peer = ([{"what": name, "tokens_per_second": speed, "step_ms": 3.0} for speed in speeds]
-                  for name, speeds in (("ours", (30.0, 22.0)), ("peer", (10.0, 20.0))))  # fmt: skip
-    (line,) = program.compare([ours[0], peer[0], failed, ours[1], peer[1], failed], 2)
-    assert [float(word) for word in line.split() if word[0].isdigit()] == [2.05, 1.10, 3.00]
-    assert "nothing_of_this_name" in program.make_row(failed, [failed, *ours])
-    assert " 1.00 |" in program.make_row(ours[0], [failed, *ours])
+    found = program.train({"fp32", "packed"}, dataclasses.replace(config, max_minutes=(alive + 1) / 60))
+    assert found["steps"] > 12
