@@ -2,12 +2,13 @@
 
 git clone https://github.com/karpathy/nanoGPT runs/nanoGPT
 python scripts/benchmarks/peers.py runs/nanoGPT runs/run_clm.py
-python scripts/benchmarks/peers.py runs/nanoGPT --dataset_dir DIR --per_device_train_batch_size 64
+python scripts/benchmarks/peers.py ../other_checkout --dataset_dir DIR --per_device_train_batch_size 64
 
-run_clm.py is examples/pytorch/language-modeling/run_clm.py of Transformers' repository. Options of recipe/train.py
-choose model, data and batch. The other programs get the same, and the precision that recipe/train.py chooses here. All
-start and compile first. Then they take turns of four steps, and all others are stopped (SIGSTOP), so a busy host slows
-all alike. Before each round, the rate of the model's own matrix products is measured: nobody can be faster than that.
+Another checkout of this project shows what a change is worth. run_clm.py is from examples/pytorch/language-modeling of
+Transformers' repository. Options of recipe/train.py choose model, data and batch. The other programs get the same, and
+the precision that recipe/train.py chooses here. All start and compile first. Then they take turns of four steps, and
+all others are stopped (SIGSTOP), so a busy host slows all alike. Before each round, the rate of the model's own matrix
+products is measured, the limit of all.
 """
 
 import argparse
@@ -46,7 +47,7 @@ from recipe.metrics import read_events
 from recipe.model.build import build_model_config
 from recipe.model.size import padded_vocab_size
 
-TRAIN = Path(__file__).resolve().parents[2] / "recipe" / "train.py"
+ROOT, RECIPE = Path(__file__).resolve().parents[2], "recipe/train.py"
 TURN = 4  # steps
 WARM_UP = 3  # log lines before the first turn: the program has compiled
 OPTIONS = "--attn_implementation auto --dynamo_backend inductor --optim adamw_torch_fused"
@@ -64,7 +65,8 @@ ROWS_PER_TEXT = 8  # run_clm.py refuses a text of fewer tokens than a row has
 class Program:
     """A program that trains, stopped between its turns.
 
-    output: file for what it prints. pattern: of the line after every four steps, there or in the file `log`.
+    output: file for what it prints. pattern: of the line after every four steps, there or in the file `log`. checkout:
+    where it imports `recipe` from.
     """
 
     def __init__(
@@ -75,11 +77,14 @@ class Program:
         pattern: str,
         log: Path | None = None,
         cwd: Path | None = None,
+        checkout: Path | None = None,
     ) -> None:
         self.name, self.output, self.pattern, self.log = name, output, pattern, log or output
         self.seconds: list[float] = []  # of each turn
         # The environment that the user had, without what recipe/__init__.py adds; Trainer would take all GPUs.
         environment = psutil.Process().environ() | {"PYTHONUNBUFFERED": "1"}
+        if checkout:
+            environment["PYTHONPATH"] = str(checkout)
         environment["CUDA_VISIBLE_DEVICES"] = environment.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
         with output.open("w") as file:
             self.process = subprocess.Popen(
@@ -131,10 +136,10 @@ def read(path: Path) -> str:
     return path.read_text(errors="replace") if path.is_file() else ""
 
 
-def start_recipe(options: list[str], folder: Path) -> Program:
-    command = [str(TRAIN), *options, "--output_dir", str(folder / "run")]
-    log = folder / "run" / "metrics.jsonl"
-    return Program("recipe/train.py", command, folder / "output.txt", '"event": "train"', log)
+def start_recipe(checkout: Path, options: list[str], folder: Path) -> Program:
+    command = [str(checkout / "recipe" / "train.py"), *options, "--output_dir", str(folder / "run")]
+    log, name = folder / "run" / "metrics.jsonl", RECIPE if checkout == ROOT else checkout.name
+    return Program(name, command, folder / "output.txt", '"event": "train"', log, checkout=checkout)
 
 
 def start_nanogpt(source: Path, dataset: PackedDataset, run: dict[str, Any], folder: Path) -> Program:
@@ -197,13 +202,17 @@ def main() -> None:
     max_steps, flops_per_second = TURN * (WARM_UP + args.rounds + 1), []
     with contextlib.ExitStack() as stack:
         folders = [Path(stack.enter_context(tempfile.TemporaryDirectory())) for _ in range(1 + len(args.programs))]
-        ours = start_recipe([*options, "--max_steps", str(max_steps)], folders[0])
-        programs = [stack.enter_context(warmed_up(ours))]
+        options += ["--max_steps", str(max_steps)]
+        programs = [stack.enter_context(warmed_up(start_recipe(ROOT, options, folders[0])))]
         run = next(event for event in read_events(folders[0] / "run") if event["event"] == "start")
         run["max_steps"] = max_steps
         for source, folder in zip(args.programs, folders[1:], strict=True):
-            start = start_nanogpt if source.is_dir() else start_run_clm
-            programs.append(stack.enter_context(warmed_up(start(source, dataset, run, folder))))
+            if (source / "recipe" / "train.py").is_file():
+                program = start_recipe(source.absolute(), options, folder)
+            else:
+                start = start_nanogpt if source.is_dir() else start_run_clm
+                program = start(source, dataset, run, folder)
+            programs.append(stack.enter_context(warmed_up(program)))
         for _ in range(args.rounds):
             flops_per_second += time_products(device, model_config, [run["mixed_precision"]]).values()
             for program in programs:
@@ -232,7 +241,7 @@ def main() -> None:
 def make_table(found: dict[str, Any]) -> str:
     """Return a table in Markdown: medians, and how many times as fast recipe/train.py is, turn by turn."""
     lines = ["| program | tokens/s | of product rate | recipe's speed | range |", "|---|---:|---:|---:|---:|"]
-    ours = found["turn_seconds"]["recipe/train.py"]
+    ours = found["turn_seconds"][RECIPE]
     for name, seconds in found["turn_seconds"].items():
         speed = found["turn_tokens"] / statistics.median(seconds)
         share = speed * found["flops_per_token"] / statistics.median(found["product_flops_per_second"])
@@ -247,17 +256,15 @@ def make_table(found: dict[str, Any]) -> str:
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
     parser = CommandLine(description="Compare recipe/train.py, to which all other options go, with other programs.")
-    parser.add_argument(
-        "programs", type=Path, nargs="+", help="a clone of nanoGPT, a copy of Transformers' run_clm.py"
-    )
+    parser.add_argument("programs", type=Path, nargs="+", help="clone of nanoGPT, copy of run_clm.py, checkout")
     parser.add_argument("--config", type=as_path, help="recipe (default: gpt2_124m; on a CPU, 30 M parameters)")
     parser.add_argument("--rounds", type=int, default=12, help="turns of each program (default: 12)")
     parser.add_argument("--output_file", type=Path, help="JSON to write (default: a new file in runs/)")
     args, typed = parser.parse_with_run_options()
     for path in args.programs:
-        if not (path / "train.py").is_file() and not path.is_file():
+        if not (any((path / name).is_file() for name in ("train.py", RECIPE)) or path.is_file()):
             clone = f"a clone of nanoGPT (git clone https://github.com/karpathy/nanoGPT {path})"
-            raise UserError(f"{path} is neither {clone} nor a copy of run_clm.py")
+            raise UserError(f"{path} is neither {clone}, nor a copy of run_clm.py, nor a checkout of this project")
     recipe = args.config or "gpt2_124m"
     options = ["--config", recipe, *OPTIONS.split()]
     options += (ON_A_CPU if find_device().type == "cpu" and not args.config else ON_A_GPU).split()
