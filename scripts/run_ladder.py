@@ -52,7 +52,7 @@ from recipe.metrics import read_events
 from recipe.model.build import build_model_config
 from recipe.model.size import padded_vocab_size
 
-# Rungs and peers start in the environment that the user had, without what recipe/__init__.py adds to it on Linux.
+# Rungs start in the environment that the user had, without what recipe/__init__.py adds to it on Linux.
 if __name__ in ("__main__", "__mp_main__") and sys.platform == "linux":  # the second is the process of a rung
     for name in os.environ.keys() - psutil.Process().environ().keys():
         del os.environ[name]
@@ -318,8 +318,8 @@ def plan_ladder(config: TrainConfig, options: list[str], names: list[str], memor
         label = f"{what}, {config.per_device_train_batch_size} rows" if memory_bytes else what
         if rung in ("fp32", *names):
             plan.append((label, partial(train, on, config)))
-    sizes = ("per_device_train_batch_size", "global_batch_size")
-    options = [*options, *(word for name in sizes for word in (f"--{name}", str(getattr(config, name))))]
+    for name in ("per_device_train_batch_size", "global_batch_size", "max_eval_samples"):
+        options = [*options, f"--{name}", str(getattr(config, name))]
     return [*plan, (RECIPE, partial(train_recipe, options))]
 
 
@@ -385,7 +385,8 @@ def resolve(options: list[str]) -> TrainConfig:
     if micro_batch == "auto" or config.global_batch_size % micro_batch:
         raise UserError("--per_device_train_batch_size must be a number that divides --global_batch_size")
     dataset, device = open_dataset_for(config), find_device()
-    num_rows = min(len(dataset.validation), int(config.max_eval_samples)) // micro_batch * micro_batch
+    num_rows = config.max_eval_samples if isinstance(config.max_eval_samples, int) else len(dataset.validation)
+    num_rows = min(len(dataset.validation), num_rows) // micro_batch * micro_batch
     if num_rows == 0:
         raise UserError(
             f"the validation split has fewer rows than a micro-batch of {micro_batch}; choose a smaller one"

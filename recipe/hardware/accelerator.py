@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig
 
 from recipe.config import TrainConfig
 from recipe.errors import UserError
-from recipe.hardware.choices import Choice, Machine, settle, to_measure
+from recipe.hardware.choices import REGIONAL, Choice, Machine, settle, to_measure
 from recipe.hardware.devices import device_of, has_bf16_units, why_no_inductor
 from recipe.hardware.probe import Measured, measure_rates
 from recipe.hardware.processes import find_typed_threads, list_thread_counts
@@ -31,18 +31,18 @@ from recipe.hardware.sharding import Sharding, list_blocks, shard
 from recipe.launcher import TRUE, answer, dynamo_mode
 from recipe.model.loss import LanguageModelingLoss
 
-UNUSED_ANSWERS = ("dynamo_use_dynamic", "dynamo_use_regional_compilation")  # of `accelerate config`
-
 
 def find_machine(device: torch.device, num_processes: int = 1, **known: Any) -> Machine:
     """Return what this machine and its launcher say about a run. known: what only the run knows."""
+    backend = answer("DYNAMO_BACKEND", "no")
+    if backend == "inductor" and answer("DYNAMO_USE_REGIONAL_COMPILATION", "false") in TRUE:
+        backend = REGIONAL
     return Machine(
         device_type=device.type,
         num_processes=num_processes,
         launcher_precision=answer("MIXED_PRECISION", "no"),
-        launcher_backend=answer("DYNAMO_BACKEND", "no"),
+        launcher_backend=backend,
         launcher_mode=dynamo_mode(),
-        launcher_unused=tuple(name for name in UNUSED_ANSWERS if answer(name.upper(), "false") in TRUE),
         has_bf16=has_bf16_units(device),
         why_no_inductor=why_no_inductor(device),
         typed_threads=find_typed_threads(),
@@ -120,8 +120,9 @@ def parallelize(
     fixed, and no graph breaks. Only inductor has modes.
     """
     if (backend := config.dynamo_backend) != "no":
+        blocks = list_blocks(module) if sharding or backend == REGIONAL else ()
+        backend = backend.removesuffix("_regional")
         mode = dynamo_mode() if backend == "inductor" else None
-        blocks = list_blocks(module) if sharding else ()
         module.compile(blocks, backend=backend, mode=mode, fullgraph=True, dynamic=False)
     if sharding is None:
         return accelerator.prepare(module)

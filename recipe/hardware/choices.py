@@ -19,10 +19,10 @@ from recipe.hardware.sharding import Sharding
 # bf16 has to be faster by this factor, because fp32 is more exact. So has plain attention, because it takes more
 # memory.
 MARGIN = 1.1
-# Compiling pays in runs whose products take this long at the measured rate: a faster machine also compiles faster.
-# Derived from two EPYC cores with avx512_bf16, where 16 M parameters with GPT-2's vocabulary broke even after 6e13
-# FLOPs; on two cores without it, 30 M parameters did after 103 s. `PRODUCTS_SHARE` is from the first machine only.
-COMPILE_PAYS_SECONDS = 90.0
+REGIONAL = "inductor_regional"
+# Compiling the blocks pays on a CPU in runs whose products take this long at the measured rate: a faster machine also
+# compiles faster. The demo, with 66 s, breaks even in bf16 on two EPYC cores (Zen 4), of which `PRODUCTS_SHARE` is, too.
+COMPILE_PAYS_SECONDS = 70.0
 PRODUCTS_SHARE = 0.4  # of the time of an uncompiled step, for a run that is limited by its minutes only
 ONE_PER_CPU = "one per CPU"  # nothing to choose
 SAME_REASON = "as in the checkpoint"
@@ -59,7 +59,6 @@ class Machine:
     launcher_precision: str = "no"
     launcher_backend: str = "no"
     launcher_mode: str = "default"
-    launcher_unused: tuple[str, ...] = ()  # its answers about compilation that no run follows
     has_bf16: bool = True  # whether the matrix units of a CUDA device have it
     why_no_inductor: str | None = None
     typed_threads: int | None = None  # of a process on a CPU
@@ -152,7 +151,7 @@ def choose(config: TrainConfig, machine: Machine, measured: Measured | None) -> 
             length = f"{seconds:.0f} s of matrix products, and {COMPILE_PAYS_SECONDS:.0f} would pay for compiling"
             choices["dynamo"] = Choice("no", f"this run is short: {length}")
         else:
-            choices["dynamo"] = Choice("inductor", "this run is long enough to pay for compiling")
+            choices["dynamo"] = Choice(REGIONAL, "this run is long enough to pay for compiling")
     if "attention" not in choices:
         seconds, rows = measured.attention_seconds, f"rows of {config.block_size:,} tokens"
         ratio = seconds["sdpa"] / seconds["eager"] if seconds else 0.0
@@ -167,11 +166,8 @@ def choose(config: TrainConfig, machine: Machine, measured: Measured | None) -> 
     if machine.device_type == "cpu" and "threads" not in choices:
         which = "core" if measured.num_threads == min(machine.thread_counts) else "CPU"
         choices["threads"] = Choice(str(measured.num_threads), f"one per {which} is fastest here")
-    if choices["dynamo"].value == "inductor" and machine.launcher_mode != "default":
+    if choices["dynamo"].value.startswith("inductor") and machine.launcher_mode != "default":
         choices["mode"] = Choice(machine.launcher_mode, "set by the launcher")
-    if choices["dynamo"].value != "no" and machine.launcher_unused:
-        reason = "ignored: the whole module is compiled, with fixed shapes"
-        choices["launcher"] = Choice(" and ".join(machine.launcher_unused), reason)
     if config.bf16_residual:
         if choices["precision"].value != "bf16":
             precision = f"{in_words('precision', choices['precision'].value)}: {choices['precision'].reason}"
@@ -219,7 +215,7 @@ def check_sharded(config: TrainConfig, machine: Machine) -> None:
         raise UserError("FSDP does not work with fp16 and its gradient scaler; use --mixed_precision bf16 or no")
     if config.optim == "adamw_bnb_8bit":
         raise UserError("FSDP does not work with --optim adamw_bnb_8bit; use adamw_torch_fused or muon")
-    if config.dynamo_backend in ("auto", "inductor") and machine.launcher_mode in CUDA_GRAPH_MODES:
+    if config.dynamo_backend.startswith(("auto", "inductor")) and machine.launcher_mode in CUDA_GRAPH_MODES:
         problem = (
             f"FSDP does not work with dynamo_mode {machine.launcher_mode}, because gathered weights move in memory"
         )
@@ -239,10 +235,12 @@ def _check(settled: dict[str, Choice], machine: Machine) -> None:
             f"fp16 requires a CUDA device, but this run uses {machine.device_type}; use bf16 or no, or "
             "accelerate_configs/cpu.yaml, which lets the script choose"
         )
-    if dynamo and dynamo.value not in ("no", "inductor", "aot_eager", "eager"):
+    if dynamo and dynamo.value not in ("no", "inductor", REGIONAL, "aot_eager", "eager"):
         raise UserError(f"the launcher's dynamo_backend {dynamo.value} does not work here; use inductor or no")
-    if dynamo and dynamo.value == "inductor" and machine.why_no_inductor is not None:
-        raise UserError(f"dynamo_backend inductor ({dynamo.reason}) cannot compile: {machine.why_no_inductor}; use no")
+    if dynamo and dynamo.value.startswith("inductor") and machine.why_no_inductor is not None:
+        raise UserError(
+            f"dynamo_backend {dynamo.value} ({dynamo.reason}) cannot compile: {machine.why_no_inductor}; use no"
+        )
     if machine.launcher_mode not in DYNAMO_MODES:
         raise UserError(
             f"the launcher's dynamo_mode is '{machine.launcher_mode}'; use one of {', '.join(DYNAMO_MODES)}"

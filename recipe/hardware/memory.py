@@ -137,7 +137,7 @@ def uses_cuda_graphs(config: TrainConfig, machine: Machine) -> bool:
     Every replay of a graph writes gradients to the same memory, so the gradients of earlier micro-batches are lost,
     with an error (pytorch#169545) or without one (pytorch#96693; both issues are open).
     """
-    compiles = machine.device_type == "cuda" and config.dynamo_backend in ("auto", "inductor")
+    compiles = machine.device_type == "cuda" and config.dynamo_backend.startswith(("auto", "inductor"))
     return compiles and machine.launcher_mode in CUDA_GRAPH_MODES
 
 
@@ -247,7 +247,7 @@ def estimate_parts(
     gated MLP counts as a plain one with as many parameters.
     """
     device_type, num_processes, sharding = machine.device_type, machine.num_processes, machine.sharding
-    compiled = config.dynamo_backend == "inductor"
+    compiled = config.dynamo_backend.startswith("inductor")
     operand = 4 if config.mixed_precision == "no" else 2  # bytes of a matmul's operand
     residual = 2 if config.bf16_residual else 4
     width, inner, num_layers = model_config.hidden_size, count_inner(model_config), model_config.num_hidden_layers

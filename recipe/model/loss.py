@@ -74,8 +74,8 @@ class LanguageModelingLoss(nn.Module):
         """Compile `forward` as one graph; with chunks, the model as one and the loss of a chunk as another.
 
         In one graph, inductor fuses the chunks for CUDA: all logits are in memory at once (torch 2.15). blocks: if
-        given, each is compiled by itself, not the model, because the hooks that gather a block's shards would break a
-        graph of several blocks.
+        given, each is compiled by itself, not the model. They share one graph, and the hooks that gather a block's
+        shards would break a graph of several.
         """
         if self.num_chunks == 1 and not blocks:
             super().compile(**options)

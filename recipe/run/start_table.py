@@ -39,8 +39,8 @@ def show_start(log: RunLog, record: dict[str, Any], state: RunState, eval_rows: 
         was_stopped = has_stalled(state, config.early_stopping_patience)
         log.say(f"stopped early after {state.step:,} steps" if was_stopped else f"all {state.step:,} steps are done")
         return
-    if config.dynamo_backend == "inductor":
-        log.say("compiling; the first step takes a minute or more")
+    if config.dynamo_backend.startswith("inductor"):
+        log.say("compiling; the first step takes longer, a minute or more for a large model")
     if (warmup := run.start.requested.warmup_steps) >= 1 > config.warmup_steps:
         how = f"warming up for the first {config.warmup_steps:.0%} of it instead"
         log.say_sentence(f"warning: {warmup:,.0f} warm-up steps are not shorter than the run; {how}")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from helpers import reset_accelerate, values_of
+from torch._dynamo.utils import counters
 from torch._inductor import list_mode_options
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -35,12 +36,12 @@ def test_the_modes_are_those_of_torch():
 
 
 def test_the_launchers_answers_about_compilation_are_found(monkeypatch, launch_with):
-    """One that has no effect is listed. Full graphs are always compiled."""
     launch_with("lite")
-    for name in ("DYNAMIC", "FULLGRAPH"):
-        monkeypatch.setenv(f"ACCELERATE_DYNAMO_USE_{name}", "True")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     machine = find_machine(torch.device("cpu"))
-    assert (machine.launcher_mode, machine.launcher_unused) == ("lite", ("dynamo_use_dynamic",))
+    assert (machine.launcher_mode, machine.launcher_backend) == ("lite", "inductor")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "True")
+    assert find_machine(torch.device("cpu")).launcher_backend == "inductor_regional"
 
 
 @pytest.mark.parametrize(
@@ -61,16 +62,20 @@ def test_cuda_graphs_use_one_micro_batch(mode, argv, device_type, expected):
 
 
 @pytest.mark.skipif(not has_compiler(), reason="inductor requires a C++ compiler")
-@pytest.mark.parametrize("mode", DYNAMO_MODES)
-def test_each_mode_compiles_to_the_same_function(launch_with, mode):
-    """Loss and gradients equal those of the module that is not compiled."""
+@pytest.mark.parametrize(
+    ("backend", "mode"), [*(("inductor", mode) for mode in DYNAMO_MODES), ("inductor_regional", "default")]
+)
+def test_each_mode_compiles_to_the_same_function(launch_with, backend, mode):
+    """Loss and gradients equal those of the module that is not compiled. Of regions, all blocks share one graph."""
     launch_with(mode)
     reset_accelerate()
     torch.manual_seed(0)
-    shape = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 64, "n_positions": 8}
+    torch.compiler.reset()
+    counters.clear()
+    shape = {"n_layer": 3, "n_head": 2, "n_embd": 16, "vocab_size": 64, "n_positions": 8}
     dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     module = LanguageModelingLoss(GPT2LMHeadModel(GPT2Config(**shape, **dropout)), 64)
-    config = config_of("--dynamo_backend", "inductor")
+    config = config_of("--dynamo_backend", backend)
     compiled, rows = parallelize(copy.deepcopy(module), config, Accelerator(cpu=True), None), torch.randint(64, (4, 9))
     losses = []
     for some_module in (module, compiled):
@@ -80,6 +85,7 @@ def test_each_mode_compiles_to_the_same_function(launch_with, mode):
     torch.testing.assert_close(*losses)
     for found, expected in zip(compiled.parameters(), module.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad)
+    assert counters["stats"]["unique_graphs"] == (2 if backend == "inductor_regional" else 1)  # and that of the loss
     torch.compiler.reset()
 
 
