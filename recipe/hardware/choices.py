@@ -21,9 +21,9 @@ from recipe.hardware.sharding import Sharding
 MARGIN = 1.1
 REGIONAL = "inductor_regional"
 # Compiling the blocks pays on a CPU in runs whose products take this long at the measured rate: a faster machine also
-# compiles faster. The demo, with 66 s, breaks even in bf16 on two EPYC cores (Zen 4), of which `PRODUCTS_SHARE` is, too.
+# compiles faster. In bf16 on two EPYC cores (Zen 4), the demo breaks even with 66 s (LOG.md).
 COMPILE_PAYS_SECONDS = 70.0
-PRODUCTS_SHARE = 0.4  # of the time of an uncompiled step, for a run that is limited by its minutes only
+PRODUCTS_SHARE = 0.4  # of the time of an uncompiled step there, for a run that is limited by its minutes only
 ONE_PER_CPU = "one per CPU"  # nothing to choose
 SAME_REASON = "as in the checkpoint"
 DYNAMO_MODES = ("default", "lite", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
