@@ -93,7 +93,7 @@ IN_THE_CHECKPOINT = {
 @pytest.mark.parametrize(
     ("argv", "kept", "machine", "expected"),
     [
-        ("", {"device_type": "cuda"}, {}, ["bf16", "inductor", "eager", "2"]),
+        ("", {"device_type": "cuda"}, {}, ["bf16", "inductor_regional", "eager", "2"]),
         ("--mixed_precision bf16 --attn_implementation eager", {}, {}, ["bf16", "no", "eager", "1"]),
         ("", {}, {"thread_counts": (2, 3)}, ["no", "no", "sdpa", "3"]),  # another machine
         ("", {"dynamo_backend": "inductor"}, {"why_no_inductor": "no g++"}, ["no", "no", "sdpa", "1"]),

@@ -30,7 +30,7 @@ PAGES = {str(folder): (ROOT / folder / "README.md").read_text() for folder in FO
 EVERYTHING = "\n".join(PAGES.values())
 TRAIN = "recipe/train.py"
 PROGRAM = r"(?:recipe|scripts)/[\w/]+\.py"
-TAKES_A_RUN = "sweep|plan_run"  # these programs accept the options of a run, too
+TAKES_A_RUN = "sweep|plan_run|run_ladder|peers"  # these programs accept the options of a run, too
 LAUNCHER = {name.lstrip("-") for action in launch_command_parser()._actions for name in action.option_strings}
 OTHER_OPTIONS = {"dist", "dry_run", "index_url", "max_iters", "outfile", "outtype", "task"}  # of other programs
 # A card that stands for each class of memory. An L4, A10 and A10G have less than other cards of 24 GB.
