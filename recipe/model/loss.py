@@ -5,7 +5,7 @@ Returning the logits costs tens of GB at 64 x 1024 x 50304: Accelerate's autocas
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -70,7 +70,7 @@ class LanguageModelingLoss(nn.Module):
         # makes them NaN on all processes, and all skip the update. Inductor would simplify 1 + 0 * loss to 1.
         return {"loss": loss * torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)}
 
-    def compile(self, blocks: Iterable[nn.Module] = (), **options: Any) -> None:
+    def compile(self, blocks: Sequence[nn.Module] = (), **options: Any) -> None:
         """Compile `forward` as one graph; with chunks, the model as one and the loss of a chunk as another.
 
         In one graph, inductor fuses the chunks for CUDA: all logits are in memory at once (torch 2.15). blocks: if
@@ -80,8 +80,8 @@ class LanguageModelingLoss(nn.Module):
         if self.num_chunks == 1 and not blocks:
             super().compile(**options)
             return
-        for block in blocks:
-            block.compile(**options)
+        for block in blocks:  # the limit is torch's default, 8, of each: blocks may differ, in a factor per layer
+            block.compile(recompile_limit=8 * len(blocks), **options)
         names = ("_losses", "_loss_sum") if blocks else ("_hidden", "_losses", "_loss_sum")
         for name in names:
             setattr(self, name, torch.compile(getattr(self, name), **options))

@@ -15,6 +15,7 @@ from recipe.hardware.accelerator import find_machine, parallelize
 from recipe.hardware.choices import CUDA_GRAPH_MODES, DYNAMO_MODES, Machine
 from recipe.hardware.devices import has_compiler
 from recipe.hardware.memory import micro_batch_sizes, smaller_micro_batches
+from recipe.hardware.sharding import list_blocks
 from recipe.model.loss import LanguageModelingLoss
 
 
@@ -86,6 +87,19 @@ def test_each_mode_compiles_to_the_same_function(launch_with, backend, mode):
     for found, expected in zip(compiled.parameters(), module.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad)
     assert counters["stats"]["unique_graphs"] == (2 if backend == "inductor_regional" else 1)  # and that of the loss
+    torch.compiler.reset()
+
+
+def test_ten_blocks_that_differ_are_ten_graphs():
+    """More than torch would compile of one function."""
+    torch.compiler.reset()
+    counters.clear()
+    shape = {"n_layer": 10, "n_head": 2, "n_embd": 16, "vocab_size": 64, "n_positions": 8}
+    module = LanguageModelingLoss(GPT2LMHeadModel(GPT2Config(**shape, scale_attn_by_inverse_layer_idx=True)), 64)
+    module.compile(list_blocks(module), backend="eager", fullgraph=True, dynamic=False)
+    rows = torch.randint(64, (4, 9))
+    module(rows[:, :-1], rows[:, 1:])
+    assert counters["stats"]["unique_graphs"] == 10 + 1
     torch.compiler.reset()
 
 
