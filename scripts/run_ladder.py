@@ -2,7 +2,7 @@
 
 python scripts/run_ladder.py                            add one optimization after another
 python scripts/run_ladder.py --max_minutes 5            train for five minutes on each rung and compare the losses
-python scripts/run_ladder.py --fill_memory              on a GPU, each rung with the largest batch that then fits
+python scripts/run_ladder.py --fill_memory              on a GPU, the largest batch that fits on each rung
 python scripts/run_ladder.py --input                    where batches come from: text, packed ids, RAM, workers
 
 Every rung trains stock GPT-2 on the same rows, in a fresh process. The last rung is recipe/train.py itself; its
@@ -310,7 +310,7 @@ def plan_ladder(config: TrainConfig, options: list[str], names: list[str], memor
     on: set[str] = set()
     for rung, what in RUNGS.items():
         if reason := why_skipped(rung, config.mixed_precision):
-            plan.append((what, reason))
+            plan += [(what, reason)] if rung in names else []
             continue
         on = on | {rung}
         if memory_bytes:
@@ -381,6 +381,8 @@ def resolve(options: list[str]) -> TrainConfig:
         raise UserError(f"the ladder measures GPT-2, but {config.model_type} was chosen")
     if len(config.dataset_dir or ()) > 1:
         raise UserError("the ladder trains on one dataset, but the recipe mixes several; pass one as --dataset_dir")
+    if not config.max_minutes and (config.max_steps or 0) < 2 * LAP:
+        raise UserError(f"--max_steps must be at least {2 * LAP}: the first {LAP} steps do not count")
     micro_batch = config.per_device_train_batch_size
     if micro_batch == "auto" or config.global_batch_size % micro_batch:
         raise UserError("--per_device_train_batch_size must be a number that divides --global_batch_size")
@@ -399,7 +401,7 @@ def resolve(options: list[str]) -> TrainConfig:
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
     parser = CommandLine(description="What is each optimization worth here? Other options go to recipe/train.py.")
-    rungs = f"only these: {', '.join(RUNGS)}"
+    rungs = f"only these, after fp32: {', '.join(RUNGS)}"
     parser.add_argument("--rungs", nargs="+", choices=RUNGS, default=list(RUNGS), metavar="RUNG", help=rungs)
     parser.add_argument("--config", type=as_path, help="recipe (default: gpt2_124m; on a CPU, 30 M parameters)")
     modes = parser.add_mutually_exclusive_group()

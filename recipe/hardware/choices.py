@@ -20,8 +20,8 @@ from recipe.hardware.sharding import Sharding
 # memory.
 MARGIN = 1.1
 REGIONAL = "inductor_regional"
-# Compiling the blocks pays on a CPU in runs whose products take this long at the measured rate: a faster machine also
-# compiles faster. In bf16 on two EPYC cores (Zen 4), the demo breaks even with 66 s (LOG.md).
+# Compiling the blocks pays on a CPU in runs whose products take longer at the measured rate; in seconds, not FLOPs,
+# because a faster machine also compiles faster. In bf16 on two EPYC cores (Zen 4), the demo breaks even with 66 s.
 COMPILE_PAYS_SECONDS = 70.0
 PRODUCTS_SHARE = 0.4  # of the time of an uncompiled step there, for a run that is limited by its minutes only
 ONE_PER_CPU = "one per CPU"  # nothing to choose

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from recipe.model.weights import output_layer
 
 IGNORE_INDEX = -100  # torch's default ignore_index: a target that does not count
-# Of one piece. Beyond that, indices have 64 bits, and the kernel of the gradient takes 40 instructions for each logit
-# instead of 23 (sm_90, torch 2.14). Several pieces take no more memory than one.
+# The loss of more is computed in pieces. Indices beyond have 64 bits, and the kernel of the gradient takes 40
+# instructions for each logit instead of 23 (sm_90, torch 2.14). Several pieces take no more memory than one.
 MOST_LOGITS = 2**31
 
 
@@ -74,8 +74,8 @@ class LanguageModelingLoss(nn.Module):
         """Compile `forward` as one graph; with chunks, the model as one and the loss of a chunk as another.
 
         In one graph, inductor fuses the chunks for CUDA: all logits are in memory at once (torch 2.15). blocks: if
-        given, each is compiled by itself, not the model. They share one graph, and the hooks that gather a block's
-        shards would break a graph of several.
+        given, each is compiled by itself, not the model: blocks that are alike share one graph, and the hooks that
+        gather a block's shards would break a graph of several.
         """
         if self.num_chunks == 1 and not blocks:
             super().compile(**options)

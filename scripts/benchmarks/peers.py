@@ -1,4 +1,4 @@
-"""How fast is recipe/train.py on this machine, compared with the programs that you would take instead?
+"""How fast is recipe/train.py on this machine, compared with the programs that you would use instead?
 
 git clone https://github.com/karpathy/nanoGPT runs/nanoGPT
 python scripts/benchmarks/peers.py runs/nanoGPT runs/run_clm.py
@@ -7,8 +7,8 @@ python scripts/benchmarks/peers.py ../other_checkout --dataset_dir DIR --per_dev
 Another checkout of this project shows what a change is worth. run_clm.py is from examples/pytorch/language-modeling of
 Transformers' repository. Options of recipe/train.py choose model, data and batch. The other programs get the same, and
 the precision that recipe/train.py chooses here. All start and compile first. Then they take turns of four steps, and
-all others are stopped (SIGSTOP), so a busy host slows all alike. Before each round, the rate of the model's own matrix
-products is measured, the limit of all.
+the others are stopped (SIGSTOP), so a busy host slows all of them alike. Before each round, the rate of the model's
+own matrix products is measured, a limit for every program.
 """
 
 import argparse
@@ -120,6 +120,7 @@ class Program:
 @contextlib.contextmanager
 def warmed_up(program: Program) -> Iterator[Program]:
     """Let a program compile. Ends it on leaving."""
+    print(f"{program.name} compiles ...", flush=True)
     try:
         program.train(WARM_UP)
         yield program
@@ -136,9 +137,9 @@ def read(path: Path) -> str:
     return path.read_text(errors="replace") if path.is_file() else ""
 
 
-def start_recipe(checkout: Path, options: list[str], folder: Path) -> Program:
+def start_recipe(name: str, checkout: Path, options: list[str], folder: Path) -> Program:
     command = [str(checkout / "recipe" / "train.py"), *options, "--output_dir", str(folder / "run")]
-    log, name = folder / "run" / "metrics.jsonl", RECIPE if checkout == ROOT else checkout.name
+    log = folder / "run" / "metrics.jsonl"
     return Program(name, command, folder / "output.txt", '"event": "train"', log, checkout=checkout)
 
 
@@ -164,7 +165,7 @@ def start_nanogpt(source: Path, dataset: PackedDataset, run: dict[str, Any], fol
     options += f" --block_size={dataset.block_size} --batch_size={run['per_device_train_batch_size']}"
     same = [f"--{name}={run[name]}" for name in ("n_layer", "n_head", "n_embd", "gradient_accumulation_steps")]
     command = ["train.py", *options.split(), *same, f"--max_iters={run['max_steps']}"]
-    return Program("nanoGPT", command, folder / "output.txt", r"^iter \d+:", cwd=folder)
+    return Program(source.resolve().name, command, folder / "output.txt", r"^iter \d+:", cwd=folder)
 
 
 def start_run_clm(source: Path, dataset: PackedDataset, run: dict[str, Any], folder: Path) -> Program:
@@ -188,7 +189,7 @@ def start_run_clm(source: Path, dataset: PackedDataset, run: dict[str, Any], fol
     names = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps")
     same = (f"--{name}={run[name]}" for name in names)
     command = list(map(str, (source.absolute(), *options.split(), *same, *files)))
-    return Program("run_clm.py", command, folder / "output.txt", r"^\{'loss'")
+    return Program(source.resolve().name, command, folder / "output.txt", r"^\{'loss'")
 
 
 def main() -> None:
@@ -203,12 +204,12 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         folders = [Path(stack.enter_context(tempfile.TemporaryDirectory())) for _ in range(1 + len(args.programs))]
         options += ["--max_steps", str(max_steps)]
-        programs = [stack.enter_context(warmed_up(start_recipe(ROOT, options, folders[0])))]
+        programs = [stack.enter_context(warmed_up(start_recipe(RECIPE, ROOT, options, folders[0])))]
         run = next(event for event in read_events(folders[0] / "run") if event["event"] == "start")
         run["max_steps"] = max_steps
         for source, folder in zip(args.programs, folders[1:], strict=True):
             if (source / "recipe" / "train.py").is_file():
-                program = start_recipe(source.absolute(), options, folder)
+                program = start_recipe(source.resolve().name, source.absolute(), options, folder)
             else:
                 start = start_nanogpt if source.is_dir() else start_run_clm
                 program = start(source, dataset, run, folder)
@@ -217,6 +218,7 @@ def main() -> None:
             flops_per_second += time_products(device, model_config, [run["mixed_precision"]]).values()
             for program in programs:
                 program.seconds.append(program.train())
+            print(", ".join(f"{program.name} {program.seconds[-1]:.2f} s" for program in programs), flush=True)
     rows = run["per_device_train_batch_size"] * run["gradient_accumulation_steps"]
     tokens = TURN * rows * dataset.block_size
     environment = describe_environment(device)
@@ -240,7 +242,7 @@ def main() -> None:
 
 def make_table(found: dict[str, Any]) -> str:
     """Return a table in Markdown: medians, and how many times as fast recipe/train.py is, turn by turn."""
-    lines = ["| program | tokens/s | of product rate | recipe's speed | range |", "|---|---:|---:|---:|---:|"]
+    lines = ["| program | tokens/s | of product rate | recipe / program | range |", "|---|---:|---:|---:|---:|"]
     ours = found["turn_seconds"][RECIPE]
     for name, seconds in found["turn_seconds"].items():
         speed = found["turn_tokens"] / statistics.median(seconds)
@@ -256,11 +258,17 @@ def make_table(found: dict[str, Any]) -> str:
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
     parser = CommandLine(description="Compare recipe/train.py, to which all other options go, with other programs.")
-    parser.add_argument("programs", type=Path, nargs="+", help="clone of nanoGPT, copy of run_clm.py, checkout")
+    parser.add_argument("programs", type=Path, nargs="+", help="clone of nanoGPT, copy of run_clm.py, or checkout")
     parser.add_argument("--config", type=as_path, help="recipe (default: gpt2_124m; on a CPU, 30 M parameters)")
     parser.add_argument("--rounds", type=int, default=12, help="turns of each program (default: 12)")
     parser.add_argument("--output_file", type=Path, help="JSON to write (default: a new file in runs/)")
     args, typed = parser.parse_with_run_options()
+    if set_here := {"logging_steps", "max_steps"} & typed_names(typed):
+        raise UserError(f"--{min(set_here)} cannot be chosen: a turn is {TURN} steps, and --rounds counts the turns")
+    if args.rounds < 1:
+        raise UserError(f"--rounds must be at least 1, got {args.rounds}")
+    if len({path.resolve().name for path in args.programs}) < len(args.programs):
+        raise UserError("two of the programs have the same name; rename the folder of one")
     for path in args.programs:
         if not (any((path / name).is_file() for name in ("train.py", RECIPE)) or path.is_file()):
             clone = f"a clone of nanoGPT (git clone https://github.com/karpathy/nanoGPT {path})"
@@ -273,4 +281,5 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, which ends the stopped programs, too
     run_main(main, "interrupted; nothing was written", is_alone=True)
