@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 import statistics
@@ -194,6 +195,17 @@ def test_programs_take_turns_of_four_steps_and_are_stopped_in_between(dataset_di
     ours, peer = (found["turn_seconds"][name] for name in ("recipe/train.py", "nanoGPT"))
     ratios = [theirs / mine for theirs, mine in zip(peer, ours, strict=True)]
     assert f"| {statistics.median(ratios):.2f} | {min(ratios):.2f} to {max(ratios):.2f} |" in capsys.readouterr().out
+
+
+def test_programs_start_without_what_the_recipe_sets(tmp_path):
+    """Such as huge pages, which recipe/__init__.py switches on for itself."""
+    show = "import os; print(os.environ.get('THP_MEM_ALLOC_ENABLE'))"
+    code = f"""import pathlib, runpy
+program = runpy.run_path({str(ROOT / "scripts/benchmarks/peers.py")!r})["Program"]
+program("any", ["-c", {show!r}], pathlib.Path({str(tmp_path / "output.txt")!r}), "").process.wait()"""
+    environment = {key: value for key, value in os.environ.items() if key != "THP_MEM_ALLOC_ENABLE"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    assert (tmp_path / "output.txt").read_text() == "None\n"
 
 
 def test_a_program_that_fails_is_named_with_its_last_line_and_nothing_goes_on(dataset_dir, tmp_path, monkeypatch):
