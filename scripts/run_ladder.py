@@ -233,11 +233,9 @@ def train_recipe(options: list[str]) -> dict[str, Any]:
 
 
 def run_program(command: list[str]) -> None:
-    """Run a Python program on one device. Raises `UserError` with its last line if it fails."""
-    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    """Run a Python program. Raises `UserError` with its last line if it fails."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
-    result = subprocess.run([sys.executable, *command], env=environment, check=False, **options)
+    result = subprocess.run([sys.executable, *command], check=False, **options)
     if result.returncode != 0:
         raise UserError((result.stdout.strip() or "it printed nothing").splitlines()[-1])
 

@@ -1,14 +1,13 @@
 """How fast is recipe/train.py on this machine, compared with the programs that you would use instead?
 
 git clone https://github.com/karpathy/nanoGPT runs/nanoGPT
-python scripts/benchmarks/peers.py runs/nanoGPT runs/run_clm.py
+python scripts/benchmarks/peers.py runs/nanoGPT
 python scripts/benchmarks/peers.py ../other_checkout --dataset_dir DIR --per_device_train_batch_size 64
 
-Another checkout of this project shows what a change is worth. run_clm.py is from examples/pytorch/language-modeling of
-Transformers' repository. Options of recipe/train.py choose model, data and batch. The other programs get the same, and
-the precision that recipe/train.py chooses here. All start and compile first. Then they take turns of four steps, and
-the others are stopped (SIGSTOP), so a busy host slows all of them alike. Before each round, the rate of the model's
-own matrix products is measured, a limit for every program.
+Another checkout of this project shows what a change is worth. Options of recipe/train.py choose model, data and batch.
+The other programs get the same, and the precision that recipe/train.py chooses here. All start and compile first. Then
+they take turns of four steps, and the others are stopped (SIGSTOP), so a busy host slows all of them alike. Before
+each round, the rate of the model's own matrix products is measured, a limit for every program.
 """
 
 import argparse
@@ -59,7 +58,6 @@ ON_A_CPU = "--per_device_train_batch_size 4 --global_batch_size 16 --block_size 
 ON_A_CPU += " --config_overrides n_layer=6,n_head=6,n_embd=384"
 TEXT = "--dataset_name python_standard_library --tokenizer_vocab_size 50257"
 NO_AUTOCAST = "nullcontext() if device_type == 'cpu' else "  # keeps nanoGPT in fp32 on a CPU
-ROWS_PER_TEXT = 8  # run_clm.py refuses a text of fewer tokens than a row has
 
 
 class Program:
@@ -81,11 +79,10 @@ class Program:
     ) -> None:
         self.name, self.output, self.pattern, self.log = name, output, pattern, log or output
         self.seconds: list[float] = []  # of each turn
-        # The environment that the user had, without what recipe/__init__.py adds; Trainer would take all GPUs.
+        # The environment that the user had, without what recipe/__init__.py adds.
         environment = psutil.Process().environ() | {"PYTHONUNBUFFERED": "1"}
         if checkout:
             environment["PYTHONPATH"] = str(checkout)
-        environment["CUDA_VISIBLE_DEVICES"] = environment.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
         with output.open("w") as file:
             self.process = subprocess.Popen(
                 [sys.executable, *command],
@@ -168,30 +165,6 @@ def start_nanogpt(source: Path, dataset: PackedDataset, run: dict[str, Any], fol
     return Program(source.resolve().name, command, folder / "output.txt", r"^iter \d+:", cwd=folder)
 
 
-def start_run_clm(source: Path, dataset: PackedDataset, run: dict[str, Any], folder: Path) -> Program:
-    """Start run_clm.py with the text of our rows. run: the `start` event of recipe/train.py."""
-    end, precision = dataset.metadata["eos_token_id"], run["mixed_precision"]
-    shape = ",".join(f"{name}={run[name]}" for name in ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size"))
-    shape += f",resid_pdrop=0.0,embd_pdrop=0.0,attn_pdrop=0.0,bos_token_id={end},eos_token_id={end}"
-    options = f"--model_type gpt2 --config_overrides {shape} --do_train --optim adamw_torch_fused --learning_rate 3e-4"
-    options += f" --lr_scheduler_type constant --torch_compile {run['dynamo_backend'] != 'no'} --report_to none"
-    options += f" --use_cpu {find_device().type == 'cpu'} --block_size {dataset.block_size} --disable_tqdm true"
-    options += f" --logging_steps {TURN} --save_strategy no" + (f" --{precision}" if precision != "no" else "")
-    text = folder / "text.json"
-    with text.open("w") as file:
-        num_rows = run["max_steps"] * run["per_device_train_batch_size"] * run["gradient_accumulation_steps"]
-        for first in range(0, num_rows * 9 // 8, ROWS_PER_TEXT):  # the ends of texts are lost
-            rows = dataset.train[np.arange(first, first + ROWS_PER_TEXT) % len(dataset.train)]
-            file.write(json.dumps({"text": dataset.tokenizer.decode(rows[:, :-1].ravel().tolist())}) + "\n")
-    # It does not evaluate, but without a validation file it would split the text.
-    files = ["--train_file", text, "--validation_file", text, "--output_dir", folder / "run"]
-    files += ["--tokenizer_name", dataset.directory.absolute() / "tokenizer"]
-    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps")
-    same = (f"--{name}={run[name]}" for name in names)
-    command = list(map(str, (source.absolute(), *options.split(), *same, *files)))
-    return Program(source.resolve().name, command, folder / "output.txt", r"^\{'loss'")
-
-
 def main() -> None:
     args, options = parse()
     config = load_config(options)[0]
@@ -211,8 +184,7 @@ def main() -> None:
             if (source / "recipe" / "train.py").is_file():
                 program = start_recipe(source.resolve().name, source.absolute(), options, folder)
             else:
-                start = start_nanogpt if source.is_dir() else start_run_clm
-                program = start(source, dataset, run, folder)
+                program = start_nanogpt(source, dataset, run, folder)
             programs.append(stack.enter_context(warmed_up(program)))
         for _ in range(args.rounds):
             flops_per_second += time_products(device, model_config, [run["mixed_precision"]]).values()
@@ -258,7 +230,7 @@ def make_table(found: dict[str, Any]) -> str:
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
     parser = CommandLine(description="Compare recipe/train.py, to which all other options go, with other programs.")
-    parser.add_argument("programs", type=Path, nargs="+", help="clone of nanoGPT, copy of run_clm.py, or checkout")
+    parser.add_argument("programs", type=Path, nargs="+", help="a clone of nanoGPT, or another checkout")
     parser.add_argument("--config", type=as_path, help="recipe (default: gpt2_124m; on a CPU, 30 M parameters)")
     parser.add_argument("--rounds", type=int, default=12, help="turns of each program (default: 12)")
     parser.add_argument("--output_file", type=Path, help="JSON to write (default: a new file in runs/)")
@@ -270,9 +242,9 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     if len({path.resolve().name for path in args.programs}) < len(args.programs):
         raise UserError("two of the programs have the same name; rename the folder of one")
     for path in args.programs:
-        if not (any((path / name).is_file() for name in ("train.py", RECIPE)) or path.is_file()):
+        if not any((path / name).is_file() for name in ("train.py", RECIPE)):
             clone = f"a clone of nanoGPT (git clone https://github.com/karpathy/nanoGPT {path})"
-            raise UserError(f"{path} is neither {clone}, nor a copy of run_clm.py, nor a checkout of this project")
+            raise UserError(f"{path} is neither {clone} nor a checkout of this project")
     recipe = args.config or "gpt2_124m"
     options = ["--config", recipe, *OPTIONS.split()]
     options += (ON_A_CPU if find_device().type == "cpu" and not args.config else ON_A_GPU).split()

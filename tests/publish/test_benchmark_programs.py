@@ -180,14 +180,14 @@ def compare(dataset_dir, monkeypatch, *programs: Path, output_file: Path) -> Non
 
 
 def test_programs_take_turns_of_four_steps_and_are_stopped_in_between(dataset_dir, tmp_path, monkeypatch, capsys):
-    """Both get our tokens and the precision of recipe/train.py, and every turn is timed."""
+    """nanoGPT gets our tokens and the precision of recipe/train.py, and every turn is timed."""
     laps, nanogpt = tmp_path / "laps.txt", tmp_path / "nanoGPT"
     nanogpt.mkdir()
     (nanogpt / "laps.txt").write_text(str(laps))
     shutil.copy(PROGRAMS / "nanogpt_train.py", nanogpt / "train.py")
-    compare(dataset_dir, monkeypatch, nanogpt, PROGRAMS / "run_clm.py", output_file=tmp_path / "peers.json")
+    compare(dataset_dir, monkeypatch, nanogpt, output_file=tmp_path / "peers.json")
     found = json.loads((tmp_path / "peers.json").read_text())
-    assert list(found["turn_seconds"]) == ["recipe/train.py", "nanoGPT", "run_clm.py"]
+    assert list(found["turn_seconds"]) == ["recipe/train.py", "nanoGPT"]
     assert all(len(seconds) == 5 for seconds in found["turn_seconds"].values())
     assert len(found["product_flops_per_second"]) == 5 and found["turn_tokens"] == 4 * 8 * BLOCK_SIZE
     assert min(found["turn_seconds"]["nanoGPT"]) > 0.02
@@ -209,9 +209,11 @@ program("any", ["-c", {show!r}], pathlib.Path({str(tmp_path / "output.txt")!r}),
 
 
 def test_a_program_that_fails_is_named_with_its_last_line_and_nothing_goes_on(dataset_dir, tmp_path, monkeypatch):
-    (tmp_path / "run_clm.py").write_text("import nothing_of_this_name")
-    with pytest.raises(UserError, match=r"run_clm\.py ended: .*nothing_of_this_name"):
-        compare(dataset_dir, monkeypatch, tmp_path / "run_clm.py", output_file=tmp_path / "peers.json")
+    program = tmp_path / "checkout" / "recipe" / "train.py"
+    program.parent.mkdir(parents=True)
+    program.write_text("import nothing_of_this_name")
+    with pytest.raises(UserError, match=r"checkout ended: .*nothing_of_this_name"):
+        compare(dataset_dir, monkeypatch, tmp_path / "checkout", output_file=tmp_path / "peers.json")
     assert not [process for process in psutil.Process().children() if process.status() != psutil.STATUS_ZOMBIE]
 
 
