@@ -175,6 +175,8 @@ def main() -> None:
         torch.set_num_threads(count_cpus())
     max_steps, flops_per_second = TURN * (WARM_UP + args.rounds + 1), []
     with contextlib.ExitStack() as stack:
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the stopped programs, as Ctrl-C does
+        stack.callback(signal.signal, signal.SIGTERM, before)
         folders = [Path(stack.enter_context(tempfile.TemporaryDirectory())) for _ in range(1 + len(args.programs))]
         options += ["--max_steps", str(max_steps)]
         programs = [stack.enter_context(warmed_up(start_recipe(RECIPE, ROOT, options, folders[0])))]
@@ -253,5 +255,4 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, which ends the stopped programs, too
     run_main(main, "interrupted; nothing was written", is_alone=True)
