@@ -33,15 +33,16 @@ import numpy as np
 import psutil
 import torch
 from torch.nn import functional as F
-from transformers import AttentionInterface, AutoModelForCausalLM, GPT2Config
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from recipe.arguments import CommandLine, as_path, shell_command, typed_names
 from recipe.charts import label_point, open_chart
 from recipe.command_line import load_config, load_yaml
-from recipe.config import DATA_SOURCES, TrainConfig
+from recipe.config import DATA_SOURCES, DEFAULTS, TEXT_OPTIONS, TrainConfig
 from recipe.data.batches import example_rows, iterate_validation
-from recipe.data.cache import open_dataset_for
+from recipe.data.cache import open_dataset_for, prepare_text
+from recipe.data.packed import PackedDataset
 from recipe.environment import count_cpus, describe_environment, describe_machine
 from recipe.errors import UserError, run_main, short_reason
 from recipe.hardware.accelerator import find_machine, measure_open
@@ -50,7 +51,7 @@ from recipe.hardware.devices import DTYPES, peak_memory_bytes, why_no_inductor
 from recipe.hardware.memory import USABLE_SHARE, MemoryPlan, estimate_bytes, measure_usable_bytes
 from recipe.metrics import read_events
 from recipe.model.build import build_model_config
-from recipe.model.size import padded_vocab_size
+from recipe.model.size import count_parameters, padded_vocab_size
 
 # Rungs start in the environment that the user had, without what recipe/__init__.py adds to it on Linux.
 if __name__ in ("__main__", "__mp_main__") and sys.platform == "linux":  # the second is the process of a rung
@@ -84,7 +85,6 @@ TOKENIZING = {"padding": "max_length", "truncation": True, "return_tensors": "pt
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 LAP = 4  # steps; the first lap warms up, and the median of the others counts
 MOST_TOKENS = 2**17  # per forward pass with --fill_memory
-GPT2_SHAPE = {"n_layer": 12, "n_head": 12, "n_embd": 768}
 # Of recipe/train.py: GPT-2 as OpenAI built it, without dropout. Typed options come after them.
 OPTIONS = "--attn_implementation auto --optim adamw_torch_fused --learning_rate 3e-4 --weight_decay 0.01"
 OPTIONS += f" --lr_scheduler_type constant --warmup_steps 0 --logging_steps {LAP} --save_steps 0 --eval_steps 0"
@@ -114,17 +114,7 @@ def train(on: set[str], config: TrainConfig) -> dict[str, Any]:
     if "flash" in on:  # a name without a mask function: stock "sdpa" builds a mask, which rules out flash kernels
         AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)
         attention = "sdpa_without_mask"
-    model_config = GPT2Config(
-        vocab_size=dataset.vocab_size,
-        n_positions=dataset.block_size,
-        tie_word_embeddings="tied" in on,
-        bos_token_id=dataset.metadata["eos_token_id"],
-        eos_token_id=dataset.metadata["eos_token_id"],
-        resid_pdrop=0.0,  # GPT2Config's default is 0.1
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        **shape_of(config),
-    )
+    model_config = describe_model(on, config, dataset)
     model = AutoModelForCausalLM.from_config(model_config, attn_implementation=attention)
     if "padding" in on:  # 50257 -> 50304 = 393 * 128; after the random weights, which stay the same
         model.resize_token_embeddings(pad_to_multiple_of=128, mean_resizing=False)
@@ -244,8 +234,11 @@ def find_device() -> torch.device:
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
-def shape_of(config: TrainConfig) -> dict[str, Any]:
-    return {key: (config.config_overrides or {}).get(key, value) for key, value in GPT2_SHAPE.items()}
+def describe_model(on: set[str], config: TrainConfig, dataset: PackedDataset) -> PreTrainedConfig:
+    """Return the config of a rung's model, without padding."""
+    model_config = build_model_config(config, dataset.vocab_size, dataset.metadata["eos_token_id"])
+    model_config.tie_word_embeddings = "tied" in on
+    return model_config
 
 
 def why_skipped(rung: str, precision: str) -> str | None:
@@ -276,12 +269,8 @@ def fill_memory(on: set[str], config: TrainConfig, memory_bytes: float) -> Train
         # The compiled step's estimate has the loss in its graph; earlier rungs use the uncompiled step's.
         dynamo_backend="inductor" if "loss_in_graph" in on else "no",
     )
-    model_config = GPT2Config(
-        vocab_size=padded_vocab_size(open_dataset_for(config).vocab_size, 128 if "padding" in on else 1),
-        n_positions=config.block_size,
-        tie_word_embeddings="tied" in on,
-        **shape_of(config),
-    )
+    model_config = describe_model(on, config, open_dataset_for(config))
+    model_config.vocab_size = padded_vocab_size(model_config.vocab_size, 128 if "padding" in on else 1)
     sizes = range(8, MOST_TOKENS // config.block_size + 1, 4)
     plans = (MemoryPlan(size, False, 1) for size in sizes)
     machine, room = Machine("cuda"), USABLE_SHARE * memory_bytes
@@ -384,6 +373,9 @@ def resolve(options: list[str]) -> TrainConfig:
     micro_batch = config.per_device_train_batch_size
     if micro_batch == "auto" or config.global_batch_size % micro_batch:
         raise UserError("--per_device_train_batch_size must be a number that divides --global_batch_size")
+    prepared = {name: DEFAULTS[name] for name in (*DATA_SOURCES, *TEXT_OPTIONS)}
+    prepared["dataset_dir"] = list(map(str, prepare_text(config)))  # once for all rungs
+    config = dataclasses.replace(config, **prepared)
     dataset, device = open_dataset_for(config), find_device()
     num_rows = config.max_eval_samples if isinstance(config.max_eval_samples, int) else len(dataset.validation)
     num_rows = min(len(dataset.validation), num_rows) // micro_batch * micro_batch
@@ -429,9 +421,10 @@ def main() -> None:
     path = args.output_file or Path("runs") / time.strftime(f"{mode}_{device.type}_%Y%m%d-%H%M%S.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     environment, entries = describe_environment(device), []
+    num_parameters = count_parameters(describe_model({"tied"}, config, open_dataset_for(config)))
     limit = f"{config.max_minutes:g} minutes" if config.max_minutes else f"{config.max_steps} steps"
     about = {
-        "what": f"{describe_machine(environment)}; GPT-2, {json.dumps(shape_of(config))}; "
+        "what": f"{describe_machine(environment)}; GPT-2 with {num_parameters / 1e6:.1f} M parameters; "
         f"{config.global_batch_size} rows of {config.block_size} tokens per step, "
         f"{config.per_device_train_batch_size} at a time; {limit} per row",
         "command": shell_command("python", *sys.argv),

@@ -121,7 +121,8 @@ def test_each_rung_adds_one_optimization_and_the_recipe_is_the_last(program, con
 
 def test_each_rung_fills_the_memory_that_it_frees(program, config, monkeypatch):
     """The micro-batch of 124M on 40 GB, by the estimate of recipe/hardware/memory.py, grows from rung to rung."""
-    monkeypatch.setattr(program, "open_dataset_for", lambda _: SimpleNamespace(vocab_size=50257))
+    dataset = SimpleNamespace(vocab_size=50257, metadata={"eos_token_id": 50256})
+    monkeypatch.setattr(program, "open_dataset_for", lambda _: dataset)
     shape = {"n_layer": 12, "n_head": 12, "n_embd": 768}
     large = dataclasses.replace(config, mixed_precision="bf16", config_overrides=shape, block_size=1024)
     on, sizes = set(), {}
