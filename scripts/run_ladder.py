@@ -297,7 +297,8 @@ def plan_ladder(config: TrainConfig, options: list[str], names: list[str], memor
     on: set[str] = set()
     for rung, what in RUNGS.items():
         if reason := why_skipped(rung, config.mixed_precision):
-            plan += [(what, reason)] if rung in names else []
+            if rung in names:
+                plan.append((what, reason))
             continue
         on = on | {rung}
         if memory_bytes:
