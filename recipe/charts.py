@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 WIDTH, HEADER, DPI = 7.6, 0.95, 150  # inches, inches, pixels per inch
-# GitHub's own colors on its light and its dark pages.
-LIGHT = {"page": "#ffffff", "text": "#1f2328", "muted": "#59636e", "grid": "#e4e8ec"}
-LIGHT |= {"blue": "#0969da", "orange": "#d15704", "gray": "#b9c1ca"}
-DARK = {"page": "#0d1117", "text": "#f0f6fc", "muted": "#9198a1", "grid": "#262c36"}
-DARK |= {"blue": "#4493f8", "orange": "#f0883e", "gray": "#8b949e"}
+# GitHub's own colors.
+COLORS = {"page": "#ffffff", "text": "#1f2328", "muted": "#59636e", "grid": "#e4e8ec"}
+COLORS |= {"blue": "#0969da", "orange": "#d15704", "gray": "#b9c1ca"}
 LINE_STYLES = ("-", "--", ":", "-.")
 
 
@@ -24,7 +22,7 @@ def name_parts(events: list[dict[str, Any]]) -> dict[str, str]:
     return {key: part.get("dataset_id") or key for key, part in start.get("data", {}).get("mixture", {}).items()}
 
 
-def save_loss_chart(events: list[dict[str, Any]], path: Path, title: str, dark: bool = False) -> None:
+def save_loss_chart(events: list[dict[str, Any]], path: Path, title: str) -> None:
     """Draw training and validation loss over the tokens seen. events: the lines of a run's metrics.jsonl.
 
     The losses of the first 2% of the tokens are cut off if they would take more than half of the height.
@@ -39,14 +37,14 @@ def save_loss_chart(events: list[dict[str, Any]], path: Path, title: str, dark: 
     last = max(train + validation, default=(1, 0))[0]
     losses = [loss for _, loss in train + validation]
     later = [loss for tokens, loss in train + validation if tokens > 0.02 * last]
-    with open_chart(path, title, "loss in nats per token, over tokens seen", 4.2, dark) as (axes, colors):
+    with open_chart(path, title, "loss in nats per token, over tokens seen", 4.2) as axes:
         if later and max(losses) - min(losses) > 2 * (max(later) - min(later)) > 0:
             margin = 0.06 * (max(later) - min(later))
             axes.set_ylim(min(losses) - margin, max(later) + margin)
             train, validation = ([p for p in points if p[1] <= max(later) + margin] for points in (train, validation))
         for name, points, style in (
-            ("training", train, {"color": colors["orange"], "linewidth": 2.5 if len(train) < 500 else 1.2}),
-            ("validation", validation, {"color": colors["blue"], **dots}),
+            ("training", train, {"color": COLORS["orange"], "linewidth": 2.5 if len(train) < 500 else 1.2}),
+            ("validation", validation, {"color": COLORS["blue"], **dots}),
         ):
             axes.plot(
                 *(zip(*points, strict=True) if points else ((), ())), label=name, clip_on=False, zorder=3, **style
@@ -54,7 +52,7 @@ def save_loss_chart(events: list[dict[str, Any]], path: Path, title: str, dark: 
         for number, (key, name) in enumerate(name_parts(events).items()):
             points = points_of([e | {"loss": e["mixture"][key]["loss"]} for e in evaluations if "mixture" in e])
             points = [point for point in points if point[1] <= axes.get_ylim()[1]]
-            style = {"color": colors["muted"], "linestyle": LINE_STYLES[number % 4], "linewidth": 2}
+            style = {"color": COLORS["muted"], "linestyle": LINE_STYLES[number % 4], "linewidth": 2}
             axes.plot(*zip(*points, strict=True), label=name.rpartition("/")[2], **style) if points else None
         end = events[-1]["step"] if events[-1]["event"] == "end" else None  # of the best model, if that is earlier
         best = points_of([event for event in evaluations if event["step"] == end])
@@ -67,10 +65,8 @@ def save_loss_chart(events: list[dict[str, Any]], path: Path, title: str, dark: 
 
 
 @contextmanager
-def open_chart(
-    path: Path, title: str, subtitle: str, height: float, dark: bool = False, columns: int = 1
-) -> Iterator[tuple[Any, dict[str, str]]]:
-    """Yield empty axes and the colors to draw with, then write the file.
+def open_chart(path: Path, title: str, subtitle: str, height: float, columns: int = 1) -> Iterator[Any]:
+    """Yield empty axes, then write the file.
 
     height: of the axes, in inches. columns: more than one give an array of axes side by side, with the same y axis.
     """
@@ -78,22 +74,21 @@ def open_chart(
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    colors = DARK if dark else LIGHT
-    style: dict[Any, Any] = {"font.size": 16, "text.color": colors["text"], "grid.color": colors["grid"]}
+    style: dict[Any, Any] = {"font.size": 16, "text.color": COLORS["text"], "grid.color": COLORS["grid"]}
     style |= {"axes.axisbelow": True}
     with rc_context(style):
         height += HEADER
         layout = ConstrainedLayoutEngine(rect=(0.015, 0.01, 0.97, 1 - HEADER / height))
-        figure = Figure((WIDTH, height), DPI, facecolor=colors["page"], layout=layout)
+        figure = Figure((WIDTH, height), DPI, facecolor=COLORS["page"], layout=layout)
         figure.text(0.02, 1 - 0.2 / height, title, size=19, weight="bold", va="top")
-        figure.text(0.02, 1 - 0.58 / height, subtitle, color=colors["muted"], va="top")
-        subplots = figure.subplots(1, columns, sharey=True, subplot_kw={"facecolor": colors["page"]})
+        figure.text(0.02, 1 - 0.58 / height, subtitle, color=COLORS["muted"], va="top")
+        subplots = figure.subplots(1, columns, sharey=True, subplot_kw={"facecolor": COLORS["page"]})
         for axes in figure.axes:
             axes.spines[:].set_visible(False)
-            axes.tick_params(length=0, colors=colors["muted"])
+            axes.tick_params(length=0, colors=COLORS["muted"])
             axes.locator_params(axis="x", nbins=4)
             axes.xaxis.set_major_formatter(_short)
-        yield subplots, colors
+        yield subplots
         figure.savefig(path, format="png", pil_kwargs={"optimize": True})
 
 

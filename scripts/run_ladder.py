@@ -37,7 +37,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedCon
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from recipe.arguments import CommandLine, as_path, shell_command, typed_names
-from recipe.charts import label_point, open_chart
+from recipe.charts import COLORS, label_point, open_chart
 from recipe.command_line import load_config, load_yaml
 from recipe.config import DATA_SOURCES, DEFAULTS, TEXT_OPTIONS, TrainConfig
 from recipe.data.batches import example_rows, iterate_validation
@@ -248,6 +248,8 @@ def why_skipped(rung: str, precision: str) -> str | None:
         return "this device has no TF32"
     if rung == "half" and precision == "no":
         return "fp32 is faster than bf16 here"
+    if rung == "no_sync" and device.type == "cpu":
+        return "on a CPU nothing runs ahead of the host"
     if rung == "huge_pages" and (device.type != "cpu" or sys.platform != "linux"):
         return "for CPUs with Linux only"
     if rung == "huge_pages" and HUGE_PAGES in os.environ:
@@ -347,16 +349,16 @@ def make_row(entry: dict, entries: list[dict]) -> str:
     return f"| {' | '.join(cells)} |" + " |" * (7 - len(cells))
 
 
-def draw(path: Path, machine: str, entries: list[dict], dark: bool) -> None:
+def draw(path: Path, machine: str, entries: list[dict]) -> None:
     """Draw a bar per rung: its tokens per second, and its speedup over the first one."""
     timed = [entry for entry in entries if "not_run" not in entry]
     title = "Tokens per second, one optimization after another"
-    with open_chart(path, title, machine, 0.42 * len(timed) + 0.6, dark) as (axes, colors):
+    with open_chart(path, title, machine, 0.42 * len(timed) + 0.6) as axes:
         for row, entry in enumerate(timed):
             speed = entry["tokens_per_second"]
-            axes.barh(row, speed, height=0.7, color=colors["blue"])
+            axes.barh(row, speed, height=0.7, color=COLORS["blue"])
             label_point(axes, f"{speed / timed[0]['tokens_per_second']:.2f}×", speed, row)
-        axes.set_yticks(range(len(timed)), [entry["what"] for entry in timed], color=colors["text"])
+        axes.set_yticks(range(len(timed)), [entry["what"] for entry in timed], color=COLORS["text"])
         axes.set_ylim(len(timed) - 0.4, -0.6)
         axes.set_xlim(0, 1.28 * max(entry["tokens_per_second"] for entry in timed))  # room for the labels
         axes.grid(axis="x")
@@ -440,8 +442,7 @@ def main() -> None:
     if all("not_run" in entry for entry in entries):
         raise UserError(f"nothing could be measured: {entries[0]['not_run']}")
     if mode == "ladder":
-        draw(path.with_suffix(".png"), describe_machine(environment), entries, dark=False)
-        draw(path.with_name(f"{path.stem}_dark.png"), describe_machine(environment), entries, dark=True)
+        draw(path.with_suffix(".png"), describe_machine(environment), entries)
     print(f"\nResults: {path}")
 
 

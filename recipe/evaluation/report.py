@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from recipe.charts import LINE_STYLES, open_chart
+from recipe.charts import COLORS, LINE_STYLES, open_chart
 from recipe.disk import write_file
 from recipe.errors import UserError
 from recipe.metrics import without_nan
@@ -76,9 +76,9 @@ def draw_scores(evaluations: dict[int, dict[str, Any]], title: str, path: Path) 
         for text in results["texts"]:
             losses.setdefault(text["name"], []).append((step, text["loss"]))
     what = "accuracy" if accuracies else "loss in nats per token"
-    with open_chart(path, shorten(title, 40), f"{what}, over steps", 4.2) as (axes, colors):
+    with open_chart(path, shorten(title, 40), f"{what}, over steps", 4.2) as axes:
         for number, (name, points) in enumerate((accuracies or losses).items()):
-            style = {"color": colors[("blue", "orange", "muted")[number % 3]], "linestyle": LINE_STYLES[number % 4]}
+            style = {"color": COLORS[("blue", "orange", "muted")[number % 3]], "linestyle": LINE_STYLES[number % 4]}
             axes.plot(*zip(*points, strict=True), label=shorten(name, 30), marker="o", linewidth=2, **style)
         axes.grid(axis="y")
         axes.legend(loc="best", frameon=False, labelcolor="linecolor")

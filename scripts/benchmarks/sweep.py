@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from recipe.arguments import CommandLine, as_path, typed_names, unknown_option
-from recipe.charts import label_point, open_chart
+from recipe.charts import COLORS, label_point, open_chart
 from recipe.config import OPTIONS
 from recipe.environment import describe_machine
 from recipe.errors import UserError, run_main
@@ -30,7 +30,7 @@ from recipe.errors import UserError, run_main
 TRAIN = Path(__file__).resolve().parents[2] / "recipe" / "train.py"
 EVALUATION = ["--max_eval_samples", "all", "--eval_steps", "0", "--save_steps", "0", "--logging_steps", "10"]
 KEPT = ("eval_loss", "tokens_seen", "tokens_per_second", "train_seconds", "finished_at", "environment")
-COLORS = ("orange", "blue", "muted", "text")  # of the chart's lines, in order
+LINE_COLORS = ("orange", "blue", "muted", "text")  # of the chart, in order
 DRAWN_FROM = 0.1  # share of a run to skip: the losses before it would take most of the chart's height
 
 
@@ -56,8 +56,7 @@ def main() -> None:
     if all("failed" in run for run in runs):
         raise UserError("every run failed")
     if args.chart_file:
-        draw(args.chart_file, runs, dark=False)
-        draw(args.chart_file.with_stem(f"{args.chart_file.stem}_dark"), runs, dark=True)
+        draw(args.chart_file, runs)
 
 
 def train(options: list[str], option: str, value: str, seed: int) -> dict:
@@ -90,7 +89,8 @@ def read_curve(path: Path) -> list[list[float]]:
 
 def make_table(option: str, runs: list[dict]) -> str:
     """Return a Markdown table with a row per value: n runs, mean and standard deviation of their final losses."""
-    lines = [f"| {option} | tokens | n | loss | sd | perplexity | tokens/s |", "|---|---:|---:|---:|---:|---:|---:|"]
+    lines = [f"| {option} | tokens | n | loss | sd | sigmas | tokens/s |", "|---|---:|---:|---:|---:|---:|---:|"]
+    first = [run["eval_loss"] for run in next(iter(by_value(runs).values()))]
     for value, done in by_value(runs).items():
         if not done:
             lines.append(f"| {value} | | 0 | failed | | | |")
@@ -99,25 +99,38 @@ def make_table(option: str, runs: list[dict]) -> str:
         mean, sd = statistics.fmean(losses), f"{statistics.stdev(losses):.4f}" if len(losses) > 1 else ""
         speed = statistics.median(run["tokens_per_second"] for run in done)
         tokens = f"{done[0]['tokens_seen'] / 1e6:,.2f} M"
-        lines.append(f"| {value} | {tokens} | {len(done)} | {mean:.4f} | {sd} | {math.exp(mean):.2f} | {speed:,.0f} |")
+        sigmas = count_sigmas(first, losses)
+        lines.append(f"| {value} | {tokens} | {len(done)} | {mean:.4f} | {sd} | {sigmas} | {speed:,.0f} |")
     return "\n".join(lines)
 
 
-def draw(path: Path, runs: list[dict], dark: bool) -> None:
+def count_sigmas(first: list[float], losses: list[float]) -> str:
+    """Return how much lower the losses are than the first value's: difference of means * sqrt(n) / sigma.
+
+    sigma is the standard deviation of a difference between two runs. README.md claims a difference from 2 on.
+    """
+    n = min(len(first), len(losses))
+    if n < 2:
+        return ""
+    sigma = math.hypot(statistics.stdev(first), statistics.stdev(losses))
+    return f"{(statistics.fmean(first) - statistics.fmean(losses)) * math.sqrt(n) / max(sigma, 1e-9):.1f}"
+
+
+def draw(path: Path, runs: list[dict]) -> None:
     """Draw the mean loss of each value over tokens and, beside it, over seconds of training."""
     finished = {value: done for value, done in by_value(runs).items() if done}
     machine = describe_machine(next(run["environment"] for run in runs if "failed" not in run))
     title, subtitle = "Validation loss in nats per token", f"mean over seeds, {machine}"
-    with open_chart(path, title, subtitle, 4.2, dark, columns=2) as (both, colors):
-        for (value, done), color in zip(finished.items(), COLORS, strict=False):
+    with open_chart(path, title, subtitle, 4.2, columns=2) as both:
+        for (value, done), color in zip(finished.items(), LINE_COLORS, strict=False):
             curve = np.mean([run["curve"] for run in done], axis=0)  # [evaluations, 3]
             tokens, seconds, losses = curve[curve[:, 0] > DRAWN_FROM * curve[-1, 0]].T
             for axes, x in zip(both, (tokens, seconds), strict=True):
-                axes.plot(x, losses, color=colors[color], linewidth=2.5, label=value)
+                axes.plot(x, losses, color=COLORS[color], linewidth=2.5, label=value)
                 label_point(axes, f"{losses[-1]:.2f}", x[-1], losses[-1])
         for axes, name in zip(both, ("tokens", "seconds"), strict=True):
             axes.set_xlim(0, 1.3 * axes.dataLim.x1)  # room for the labels
-            axes.set_xlabel(name, color=colors["muted"])
+            axes.set_xlabel(name, color=COLORS["muted"])
             axes.grid(axis="y")
         style = {"frameon": False, "labelcolor": "linecolor", "handlelength": 0.8, "ncols": 2}
         both[0].figure.legend(handles=both[0].get_lines(), loc="outside lower center", **style)
@@ -136,7 +149,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 1338, 1339], help="default: 1337 1338 1339")
     parser.add_argument("--config", type=as_path, default="demo", help="recipe of all runs (default: demo)")
     parser.add_argument("--output_file", type=Path, help="JSON to write, or to continue")
-    parser.add_argument("--chart_file", type=Path, help="PNG to draw, and one for dark pages; up to four values")
+    parser.add_argument("--chart_file", type=Path, help="PNG to draw; up to four values")
     args, options = parser.parse_with_run_options()
     names = args.option.split(",")
     for name in names:
@@ -147,8 +160,8 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
             raise UserError(f"{value} has another number of values than {args.option} has options")
     if args.chart_file and "eval_steps" not in typed_names(options):
         raise UserError("--chart_file draws the evaluations; add --eval_steps, a multiple of 10")
-    if args.chart_file and len(args.values) > len(COLORS):
-        raise UserError(f"--chart_file shows up to {len(COLORS)} values")
+    if args.chart_file and len(args.values) > len(LINE_COLORS):
+        raise UserError(f"--chart_file shows up to {len(LINE_COLORS)} values")
     return args, options
 
 
