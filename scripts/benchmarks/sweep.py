@@ -132,7 +132,7 @@ def draw(path: Path, runs: list[dict]) -> None:
             axes.set_xlim(0, 1.3 * axes.dataLim.x1)  # room for the labels
             axes.set_xlabel(name, color=COLORS["muted"])
             axes.grid(axis="y")
-        style = {"frameon": False, "labelcolor": "linecolor", "handlelength": 0.8, "ncols": 2}
+        style = {"frameon": False, "labelcolor": "linecolor", "handlelength": 0.8}
         both[0].figure.legend(handles=both[0].get_lines(), loc="outside lower center", **style)
 
 
