@@ -350,17 +350,17 @@ def make_row(entry: dict, entries: list[dict]) -> str:
 
 
 def draw(path: Path, machine: str, entries: list[dict]) -> None:
-    """Draw a bar per rung: its tokens per second, and its speedup over the first one."""
+    """Draw a bar per rung: its tokens per second, its speedup over the first one, and its loss."""
     timed = [entry for entry in entries if "not_run" not in entry]
-    title = "Tokens per second, one optimization after another"
+    title = "Tokens per second, and final loss"
     with open_chart(path, title, machine, 0.42 * len(timed) + 0.6) as axes:
         for row, entry in enumerate(timed):
             speed = entry["tokens_per_second"]
             axes.barh(row, speed, height=0.7, color=COLORS["blue"])
-            label_point(axes, f"{speed / timed[0]['tokens_per_second']:.2f}×", speed, row)
+            label_point(axes, f"{speed / timed[0]['tokens_per_second']:.2f}×, {entry['loss']:.2f}", speed, row)
         axes.set_yticks(range(len(timed)), [entry["what"] for entry in timed], color=COLORS["text"])
         axes.set_ylim(len(timed) - 0.4, -0.6)
-        axes.set_xlim(0, 1.28 * max(entry["tokens_per_second"] for entry in timed))  # room for the labels
+        axes.set_xlim(0, 1.6 * max(entry["tokens_per_second"] for entry in timed))  # room for the labels
         axes.grid(axis="x")
 
 
