@@ -394,7 +394,7 @@ def resolve(options: list[str]) -> TrainConfig:
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
     parser = CommandLine(description="What is each optimization worth here? Other options go to recipe/train.py.")
-    rungs = f"only these, after fp32: {', '.join(RUNGS)}"
+    rungs = f"show only these, after fp32; those before them stay on: {', '.join(RUNGS)}"
     parser.add_argument("--rungs", nargs="+", choices=RUNGS, default=list(RUNGS), metavar="RUNG", help=rungs)
     parser.add_argument("--config", type=as_path, help="recipe (default: gpt2_124m; on a CPU, 30 M parameters)")
     modes = parser.add_mutually_exclusive_group()
