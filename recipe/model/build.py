@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from recipe.config import TrainConfig
 from recipe.data.tokenizer import list_ids
 from recipe.errors import UserError, did_you_mean, short_reason
-from recipe.model.check import check_model
+from recipe.model.check import check_model, have_equal_logits
 from recipe.model.files import new_generation_config
 from recipe.model.size import count_flops_per_token, count_parameters, padded_vocab_size
 from recipe.model.weights import is_vocabulary, load_model_weights, load_pretrained
@@ -144,14 +144,18 @@ def build_model_config(
         if isinstance(error, KeyError) and name in overrides.values():
             reason = f"Transformers has no {name!r}; {did_you_mean(name, ACT2FN, otherwise='try gelu_new')}"
         raise UserError(f"config_overrides describe a {model_type} that cannot be built: {reason}") from error
-    check_model(model_config, _attention_of(config, model_config))
+    check_model(model_config, attention_of(config, model_config))
     return model_config
 
 
-def _attention_of(config: TrainConfig, model_config: PreTrainedConfig) -> str:
-    """Return the attention function. Types other than GPT-2 keep their stock attention and masks."""
+def attention_of(config: TrainConfig, model_config: PreTrainedConfig) -> str:
+    """Return the attention function: sdpa without a mask where that is equal, as in GPT-2, llama and qwen3.
+
+    It is not where a mask also hides what is far away (mistral's window), or adds to the scores (falcon's ALiBi).
+    """
     attention = config.attn_implementation if config.attn_implementation != "auto" else "sdpa"
-    return SDPA_WITHOUT_MASK if isinstance(model_config, GPT2Config) and attention == "sdpa" else attention
+    is_equal = attention == "sdpa" and have_equal_logits(model_config, attention, SDPA_WITHOUT_MASK)
+    return SDPA_WITHOUT_MASK if is_equal else attention
 
 
 def _check_source(
@@ -188,7 +192,7 @@ def build_model(
     weights do not depend on the padding.
     """
     is_gpt2 = isinstance(model_config, GPT2Config)
-    options = {"attn_implementation": _attention_of(config, model_config), "dtype": torch.float32}
+    options = {"attn_implementation": attention_of(config, model_config), "dtype": torch.float32}
     if source is None:
         model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), **options)
         model.generation_config = new_generation_config(model_config)  # for samples

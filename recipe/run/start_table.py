@@ -12,6 +12,7 @@ from recipe.errors import plural
 from recipe.hardware.choices import ONE_PER_CPU, Choice, in_words
 from recipe.hardware.devices import rounds_products, why_no_flash
 from recipe.metrics import count_stage_tokens
+from recipe.model.build import SDPA_WITHOUT_MASK, attention_of
 from recipe.model.size import count_heads, find_odd_size
 from recipe.optim.schedule import describe_jump
 from recipe.run.decide import Run, has_stalled, is_over, measure_progress, time_share
@@ -115,7 +116,7 @@ def describe_attention(
     """Say which attention a run has, and why; on a GPU, try flash kernels on its own shapes."""
     chosen = choices["attention"]
     text = f"{in_words('attention', chosen.value)}: {chosen.reason}"
-    if device.type != "cuda" or chosen.value != "sdpa":
+    if device.type != "cuda" or attention_of(config, model_config) != SDPA_WITHOUT_MASK:
         return text
     shapes = *count_heads(model_config), config.block_size
     reason = why_no_flash(device, choices["precision"].value, *shapes)

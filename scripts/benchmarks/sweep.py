@@ -29,7 +29,8 @@ from recipe.errors import UserError, run_main
 
 TRAIN = Path(__file__).resolve().parents[2] / "recipe" / "train.py"
 EVALUATION = ["--max_eval_samples", "all", "--eval_steps", "0", "--save_steps", "0", "--logging_steps", "10"]
-KEPT = ("eval_loss", "tokens_seen", "tokens_per_second", "train_seconds", "finished_at", "environment")
+KEPT = ("eval_loss", "bits_per_byte", "tokens_seen", "tokens_per_second", "train_seconds")
+KEPT += ("finished_at", "environment")
 LINE_COLORS = ("orange", "blue", "muted", "text")  # of the chart, in order
 DRAWN_FROM = 0.1  # share of a run to skip: the losses before it would take most of the chart's height
 

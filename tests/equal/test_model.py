@@ -83,10 +83,12 @@ def test_initial_weights_do_not_depend_on_the_padding(model_type):
         assert torch.equal(padded.state_dict()[name][: len(tensor)], tensor), name
 
 
-@pytest.mark.parametrize("switches", [[], ["--activation_checkpointing"]])
-def test_compiled_attention_is_causal_without_a_mask(switches):
+@pytest.mark.parametrize(
+    ("model_type", "switches"), [("gpt2", []), ("gpt2", ["--activation_checkpointing"]), ("llama", []), ("qwen3", [])]
+)
+def test_compiled_attention_is_causal_without_a_mask(model_type, switches):
     """The single graph calls sdpa once per layer with is_causal=True and no mask, as the flash kernels require."""
-    module, graphs = LanguageModelingLoss(tiny(options=switches)[2], 500).train(), []
+    module, graphs = LanguageModelingLoss(tiny(model_type, options=switches)[2], 500).train(), []
 
     def capture(graph_module, example_inputs):
         graphs.append(graph_module)
