@@ -39,22 +39,24 @@ def save(model, model_config, folder):
 
 
 @pytest.mark.parametrize(
-    ("size", "padded", "exported"),
+    ("recipe", "padded", "exported"),
     [
-        ("124m", 124_475_904, 124_439_808),
-        ("355m", 354_871_296, 354_823_168),
-        ("774m", 774_090_240, 774_030_080),
-        ("1558m", 1_557_686_400, 1_557_611_200),
+        ("gpt2_124m", 124_475_904, 124_439_808),
+        ("gpt2_355m", 354_871_296, 354_823_168),
+        ("gpt2_774m", 774_090_240, 774_030_080),
+        ("gpt2_1558m", 1_557_686_400, 1_557_611_200),
+        ("nanochat_124m", 123_568_128, 123_532_032),
     ],
 )
-def test_the_recipes_have_the_sizes_of_openais_models(size, padded, exported):
-    """The parameters are counted with 50,304 tokens (training) and with 50,257 (saved)."""
-    config = load_config(["--config", f"gpt2_{size}", "--dataset_dir", "d"])[0]
+def test_the_recipes_have_the_sizes_that_they_name(recipe, padded, exported):
+    """GPT-2's are OpenAI's. The parameters are counted with 50,304 tokens (training) and with 50,257 (saved)."""
+    config = load_config(["--config", recipe, "--dataset_dir", "d"])[0]
     with torch.device("meta"):
         model = build_model(config, build_model_config(config, 50257, 50256))
     assert sum(p.numel() for p in model.parameters()) == count_parameters(model.config) == padded
     assert count_exported_parameters(model, 50257) == exported
-    assert (model.config.n_positions, model.config.eos_token_id, model.config.resid_pdrop) == (1024, 50256, 0.0)
+    assert (model.config.max_position_embeddings, model.config.eos_token_id) == (1024, 50256)
+    assert not any(isinstance(module, torch.nn.Dropout) and module.p for module in model.modules())
 
 
 def test_an_odd_width_of_heads_is_named_with_the_next_good_one():
@@ -84,7 +86,8 @@ def test_initial_weights_do_not_depend_on_the_padding(model_type):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "switches"), [("gpt2", []), ("gpt2", ["--activation_checkpointing"]), ("llama", []), ("qwen3", [])]
+    ("model_type", "switches"),
+    [("gpt2", []), ("gpt2", ["--activation_checkpointing"]), ("llama", []), ("nanochat", [])],
 )
 def test_compiled_attention_is_causal_without_a_mask(model_type, switches):
     """The single graph calls sdpa once per layer with is_causal=True and no mask, as the flash kernels require."""
@@ -207,7 +210,9 @@ def test_the_padding_has_no_part_in_the_loss(label_smoothing, autocast):
 # ------------------------------------------------------------------ what is saved
 
 
-@pytest.mark.parametrize(("model_type", "tied"), [("gpt2", True), ("gpt2", False), ("llama", False), ("qwen3", True)])
+@pytest.mark.parametrize(
+    ("model_type", "tied"), [("gpt2", True), ("gpt2", False), ("llama", False), ("nanochat", True)]
+)
 def test_the_saved_model_is_stock_and_keeps_every_weight(tmp_path, model_type, tied):
     """A saved model has no padding and the same logits. A model resumed from it has the same weights, bit for bit."""
     config, model_config, model = tiny(model_type, f"tie_word_embeddings={str(tied).lower()}")
@@ -233,7 +238,7 @@ def test_the_saved_model_is_stock_and_keeps_every_weight(tmp_path, model_type, t
     assert all(module.training for module in build_model(config, model_config, source=tmp_path).modules())
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", "nanochat"])
 def test_a_run_of_another_type_leaves_a_stock_model_with_the_loss_that_it_reports(
     train, tmp_path, dataset_dir, jsonl_file, model_type
 ):

@@ -9,7 +9,7 @@ NARROW = "num_hidden_layers=2,hidden_size=32,intermediate_size=88,num_attention_
 WIDE = "num_hidden_layers=2,hidden_size=64,num_attention_heads=4"
 DENSE = f"{WIDE},intermediate_size=176,num_key_value_heads=4"
 # A tied and an untied output matrix, grouped queries, QK-norm and heads wider than the hidden size, a sliding window
-# shorter than the rows, a bias of the output matrix, and fused projections.
+# shorter than the rows, a bias of the output matrix, fused projections, and RMSNorm without weights.
 SHAPES = {
     "gpt2": "n_layer=2,n_head=2,n_embd=32",
     "llama": NARROW,
@@ -18,6 +18,7 @@ SHAPES = {
     "gemma3_text": f"{DENSE},sliding_window=16,head_dim=16",
     "phi": DENSE,
     "phi3": DENSE,
+    "nanochat": f"{DENSE},tie_word_embeddings=true,final_logit_softcapping=null",
 }
 STABLE = ["--lr_scheduler_type", "warmup_stable_decay", "--lr_scheduler_kwargs", "num_decay_steps=0.2"]
 
