@@ -53,7 +53,7 @@ from recipe.hardware.sharding import Sharding
 from recipe.launcher import asks_for_cpu, dynamo_mode
 from recipe.metrics import read_events
 from recipe.model.build import build_model_config
-from recipe.model.size import count_flops_per_token, count_parameters, padded_vocab_size
+from recipe.model.size import count_flops_per_token, count_parameters, describe_output_share, padded_vocab_size
 from recipe.model.weights import load_pretrained
 from recipe.run.start_table import describe_attention
 
@@ -317,6 +317,8 @@ def show(
         ("  at its peak", ", ".join(parts[:3]), "GB"),
         ("", ", ".join(parts[3:]), "GB"),
     ]
+    if text := describe_output_share(model_config, flops):
+        lines[3:3] = zip(("vocabulary", ""), text.split("; "), ("", ""), strict=True)
     if num_tokens:
         lines.insert(2, ("tokens", f"{num_tokens:,} in {config.max_steps:,} steps", "exact"))
         placed = f"{data_bytes / 1e9:,.1f} GB per process and epoch, --data_placement ram"

@@ -13,7 +13,7 @@ from recipe.hardware.choices import ONE_PER_CPU, Choice, in_words
 from recipe.hardware.devices import rounds_products, why_no_flash
 from recipe.metrics import count_stage_tokens
 from recipe.model.build import SDPA_WITHOUT_MASK, attention_of
-from recipe.model.size import count_heads, find_odd_size
+from recipe.model.size import count_heads, describe_output_share, find_odd_size
 from recipe.optim.schedule import describe_jump
 from recipe.run.decide import Run, has_stalled, is_over, measure_progress, time_share
 from recipe.run.log import RunLog, describe_epoch
@@ -103,6 +103,8 @@ def start_table(
         "optimizer": rate,
         "run": _describe_length(run, state),
     }
+    if not config.model_name_or_path and (text := describe_output_share(run.model.padded, record["flops_per_token"])):
+        table["vocabulary"] = text
     if len(stages := count_stage_tokens(record["stages"], state.tokens)) > 1:
         parts = [f"{stage['source']} from step {stage['step']:,}, {stage['tokens']:,} tokens" for stage in stages]
         table["stages"] = "; ".join(parts)

@@ -16,7 +16,13 @@ from recipe.errors import UserError
 from recipe.model.build import build_model, build_model_config
 from recipe.model.check import check_model
 from recipe.model.loss import IGNORE_INDEX, LanguageModelingLoss
-from recipe.model.size import count_exported_parameters, count_parameters, find_odd_size
+from recipe.model.size import (
+    count_exported_parameters,
+    count_flops_per_token,
+    count_parameters,
+    describe_output_share,
+    find_odd_size,
+)
 from recipe.model.weights import copy_weights, load_weights, names_of_transformers_4, write_config, write_model
 
 EOS = 7
@@ -63,6 +69,16 @@ def test_an_odd_width_of_heads_is_named_with_the_next_good_one():
     """Three heads of 33 values should have 40, in a model of width 120."""
     found = find_odd_size(tiny("gpt2", "n_head=3", "n_embd=99")[1])
     assert "40" in found and "120" in found and find_odd_size(tiny()[1]) is None
+
+
+def test_an_output_layer_with_most_of_the_products_is_named():
+    """19.3 of 19.3 + 10.6 M multiplications, and those of the scores: 12 layers x width x tokens / 6."""
+    config = AutoConfig.for_model("gpt2", n_layer=6, n_head=6, n_embd=384, vocab_size=50304, n_positions=256)
+    share = 50304 * 384 / (50304 * 384 + 12 * 6 * 384**2 + 12 * 6 * 384 * 256 / 6)
+    for vocab_size, expected in ((50304, f"{share:.0%}"), (8192, None)):
+        config.vocab_size = vocab_size
+        found = describe_output_share(config, count_flops_per_token(config, count_parameters(config), 256))
+        assert found.startswith(expected) if expected else found is None
 
 
 # ------------------------------------------------------------------ the model that trains
