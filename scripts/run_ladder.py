@@ -3,7 +3,6 @@
 python scripts/run_ladder.py                            add one optimization after another
 python scripts/run_ladder.py --max_minutes 5            train for five minutes on each rung and compare the losses
 python scripts/run_ladder.py --fill_memory              on a GPU, the largest batch that fits on each rung
-python scripts/run_ladder.py --input                    where batches come from: text, packed ids, RAM, workers
 
 Every rung trains stock GPT-2 on the same rows, in a fresh process. The last rung is recipe/train.py itself; its
 minutes include evaluations and export. Options of recipe/train.py choose model, data, batch and length. Results: a
@@ -74,14 +73,6 @@ RUNGS = {  # in the order in which they are added
     "huge_pages": "huge pages",
 }
 RECIPE = "recipe/train.py"
-INPUTS = {  # options of recipe/train.py
-    "packed ids, mapped": "",
-    "packed ids in RAM": "--data_placement ram",
-    "packed ids on the device": "--data_placement device",
-    "mapped, 2 workers": "--dataloader_num_workers 2",
-    "mapped, 4 workers": "--dataloader_num_workers 4",
-}
-TOKENIZING = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 LAP = 4  # steps; the first lap warms up, and the median of the others counts
 MOST_TOKENS = 2**17  # per forward pass with --fill_memory
@@ -142,23 +133,13 @@ def train(on: set[str], config: TrainConfig) -> dict[str, Any]:
         model.parameters(), config.learning_rate, (0.9, 0.95), weight_decay=config.weight_decay, fused=fused
     )
 
-    def order(number: int) -> np.ndarray:
-        return example_rows(np.arange(number * micro_batch, (number + 1) * micro_batch), len(rows), config.seed)
-
     def read_batch(number: int) -> torch.Tensor:
-        indices = order(number)
-        if "tokenize" in on:  # the text of each batch, padded and cut, in the step that needs it
-            ids = dataset.tokenizer(texts[number % len(texts)], **TOKENIZING, max_length=rows.block_size + 1)
-            return ids.input_ids.to(device)
+        examples = np.arange(number * micro_batch, (number + 1) * micro_batch)
+        indices = example_rows(examples, len(rows), config.seed)
         if "packed" not in on:  # as from a list of documents: Python integers, row by row
             return torch.tensor([rows[index][0].tolist() for index in indices[:, None]]).to(device)
         batch = torch.from_numpy(rows[indices])
         return (batch.pin_memory() if device.type == "cuda" else batch).to(device, non_blocking=True)
-
-    if "tokenize" in on:
-        dataset.tokenizer.pad_token = dataset.tokenizer.eos_token
-        numbers = range(num_steps * grad_accum)
-        texts = [dataset.tokenizer.batch_decode(rows[order(number)].tolist()) for number in numbers]
 
     laps, lap_started_at, step = [], time.perf_counter(), 0
     while time.time() < ends_at if config.max_minutes else step < num_steps:
@@ -207,10 +188,7 @@ def train_recipe(options: list[str]) -> dict[str, Any]:
         run_program([str(TRAIN), *options, "--output_dir", f"{folder}/run"])
         summary = json.loads(Path(folder, "run", "summary.json").read_text())
         laps = [event for event in read_events(Path(folder, "run")) if event["event"] == "train"]
-    median = {
-        key: statistics.median(lap[key] for lap in laps[1:] or laps)
-        for key in ("step_ms", "tokens_per_second", "share_waiting_for_data")
-    }
+    median = {key: statistics.median(lap[key] for lap in laps[1:] or laps) for key in ("step_ms", "tokens_per_second")}
     return {
         "steps": summary["step"],
         **median,
@@ -282,14 +260,6 @@ def fill_memory(on: set[str], config: TrainConfig, memory_bytes: float) -> Train
     return dataclasses.replace(config, per_device_train_batch_size=size, global_batch_size=size * grad_accum)
 
 
-def plan_input(config: TrainConfig, options: list[str]) -> Plan:
-    """Train with every optimization on, and batches from text, from packed ids, and in each of the recipe's ways."""
-    on = {rung for rung in RUNGS if not why_skipped(rung, config.mixed_precision)}
-    plan: Plan = [("tokenizing each batch", partial(train, on | {"tokenize"}, config))]
-    plan.append(("packed ids, the same loop", partial(train, on, config)))
-    return plan + [(what, partial(train_recipe, [*options, *more.split()])) for what, more in INPUTS.items()]
-
-
 def plan_ladder(config: TrainConfig, options: list[str], names: list[str], memory_bytes: float | None = None) -> Plan:
     """Add one optimization after another, then train with the recipe itself.
 
@@ -343,10 +313,9 @@ def make_row(entry: dict, entries: list[dict]) -> str:
     speed = entry["tokens_per_second"]
     cells = [f"{entry['what']:25}", f"{entry['step_ms']:5,.0f}", f"{speed:7,.0f}"]
     cells.append(f"{speed / first['tokens_per_second']:5.2f}")
-    if "loss" in entry:
-        peak, loss = entry["peak_memory_bytes"] / 1e9, entry["loss"]
-        cells += [f"{peak:5.2f}", f"{loss:5.2f}", f"{loss - first['loss']:+6.3f}"]
-    return f"| {' | '.join(cells)} |" + " |" * (7 - len(cells))
+    cells.append(f"{entry['peak_memory_bytes'] / 1e9:5.2f}")
+    cells += [f"{entry['loss']:5.2f}", f"{entry['loss'] - first['loss']:+6.3f}"]
+    return f"| {' | '.join(cells)} |"
 
 
 def draw(path: Path, machine: str, entries: list[dict]) -> None:
@@ -397,9 +366,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     rungs = f"show only these, after fp32; those before them stay on: {', '.join(RUNGS)}"
     parser.add_argument("--rungs", nargs="+", choices=RUNGS, default=list(RUNGS), metavar="RUNG", help=rungs)
     parser.add_argument("--config", type=as_path, help="recipe (default: gpt2_124m; on a CPU, 30 M parameters)")
-    modes = parser.add_mutually_exclusive_group()
-    modes.add_argument("--input", action="store_true", help="compare where batches come from instead")
-    modes.add_argument("--fill_memory", action="store_true", help="give each rung the largest micro-batch (GPU)")
+    parser.add_argument("--fill_memory", action="store_true", help="give each rung the largest micro-batch (GPU)")
     parser.add_argument("--output_file", type=Path, help="JSON to write (default: a new file in runs/)")
     args, typed = parser.parse_with_run_options()
     if args.fill_memory and not torch.cuda.is_available():
@@ -416,12 +383,9 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
 def main() -> None:
     args, options = parse()
     config, device = resolve(options), find_device()
-    if args.input:
-        mode, plan = "input", plan_input(config, options)
-    else:
-        memory_bytes = measure_usable_bytes(device, 1) if args.fill_memory else None
-        mode, plan = "ladder", plan_ladder(config, options, args.rungs, memory_bytes)
-    path = args.output_file or Path("runs") / time.strftime(f"{mode}_{device.type}_%Y%m%d-%H%M%S.json")
+    memory_bytes = measure_usable_bytes(device, 1) if args.fill_memory else None
+    plan = plan_ladder(config, options, args.rungs, memory_bytes)
+    path = args.output_file or Path("runs") / time.strftime(f"ladder_{device.type}_%Y%m%d-%H%M%S.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     environment, entries = describe_environment(device), []
     num_parameters = count_parameters(describe_model({"tied"}, config, open_dataset_for(config)))
@@ -441,8 +405,7 @@ def main() -> None:
         path.write_text(json.dumps({**about, "entries": entries}, indent=2) + "\n")
     if all("not_run" in entry for entry in entries):
         raise UserError(f"nothing could be measured: {entries[0]['not_run']}")
-    if mode == "ladder":
-        draw(path.with_suffix(".png"), describe_machine(environment), entries)
+    draw(path.with_suffix(".png"), describe_machine(environment), entries)
     print(f"\nResults: {path}")
 
 

@@ -35,16 +35,15 @@ def check_model(model_config: PreTrainedConfig, attention: str) -> None:
 
 
 def have_equal_logits(model_config: PreTrainedConfig, *attention: str) -> bool:
-    """Return whether a small copy has the same logits with these attention functions; False if it fails with one."""
+    """Return whether a small copy has the same logits with two attention functions; False if it fails with one."""
     key = f"{attention} {vars(model_config)}"
     if key not in _EQUAL:
-        rows, logits = torch.arange(NUM_TOKENS)[None], []
+        _EQUAL[key], rows, logits = False, torch.arange(NUM_TOKENS)[None], []
         with contextlib.suppress(Exception), torch.no_grad():
             for name in attention:
                 with _seeded():
                     logits.append(_build_copy(shrink(model_config), name)(input_ids=rows, use_cache=False).logits)
-        complete = len(logits) == len(attention)
-        _EQUAL[key] = complete and all(torch.allclose(x, logits[0], rtol=0, atol=TOLERANCE) for x in logits)
+            _EQUAL[key] = torch.allclose(*logits, rtol=0, atol=TOLERANCE)
     return _EQUAL[key]
 
 

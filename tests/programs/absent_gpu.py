@@ -238,6 +238,7 @@ ANSWERS = {
     "torch.cuda.current_stream": torch.accelerator.current_stream,
     "recipe.run.start.start_processes": start_on_the_gpu,
     "recipe.model.build.check_model": lambda *_: None,  # needs numbers, which no tensor has here
+    "recipe.model.build.have_equal_logits": lambda *_: True,
     "recipe.train.build_model": on_the_gpu(recipe.train.build_model),
     "recipe.train.LanguageModelingLoss": on_the_gpu(recipe.train.LanguageModelingLoss),
     "torch.nn.Module.to": lambda self, *_, **__: self,
