@@ -101,7 +101,8 @@ def sweep(tmp_path, monkeypatch, capsys):
     """
     program, trained, path = load_program("scripts/benchmarks/sweep.py"), [], tmp_path / "sweep.json"
     environment = {"device": "CPU", "num_cpus": 1}
-    speed = {"tokens_seen": 1000, "tokens_per_second": 10.0, "train_seconds": 1.0, "finished_at": ""}
+    measured = {"tokens_seen": 1000, "tokens_per_second": 10.0, "train_seconds": 1.0, "bits_per_byte": 2.0}
+    measured |= {"finished_at": "", "environment": environment}
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess:
         options = dict(zip(command[2::2], command[3::2], strict=True))
@@ -110,7 +111,7 @@ def sweep(tmp_path, monkeypatch, capsys):
         if value > 100:
             return subprocess.CompletedProcess(command, 1, "", "Traceback\nerror: stopped at step 5: not finite\n")
         folder.mkdir()
-        summary = {"eval_loss": value**2 + seed, **speed, "environment": environment}
+        summary = {"eval_loss": value**2 + seed, **measured}
         (folder / "summary.json").write_text(json.dumps(summary))
         events = [{"event": "eval", "step": 0, "loss": 9.0}]
         for step in (5, 10):
