@@ -317,8 +317,9 @@ def show(
         ("  at its peak", ", ".join(parts[:3]), "GB"),
         ("", ", ".join(parts[3:]), "GB"),
     ]
-    if text := describe_output_share(model_config, flops):
-        lines[3:3] = zip(("vocabulary", ""), text.split("; "), ("", ""), strict=True)
+    if not config.model_name_or_path and (text := describe_output_share(model_config, flops)):
+        share, advice = text.split("; ")
+        lines[3:3] = [("vocabulary", f"{share};", of_vocabulary), ("", advice, "")]
     if num_tokens:
         lines.insert(2, ("tokens", f"{num_tokens:,} in {config.max_steps:,} steps", "exact"))
         placed = f"{data_bytes / 1e9:,.1f} GB per process and epoch, --data_placement ram"

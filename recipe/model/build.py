@@ -151,7 +151,8 @@ def build_model_config(
 def attention_of(config: TrainConfig, model_config: PreTrainedConfig) -> str:
     """Return the attention function: sdpa without a mask where that is equal, as in GPT-2, llama and qwen3.
 
-    It is not where a mask also hides what is far away (mistral's window), or adds to the scores (falcon's ALiBi).
+    It is not where a mask also hides what is far away (mistral's window, which is tried as if it were short), or where
+    the type has attention of its own (falcon).
     """
     attention = config.attn_implementation if config.attn_implementation != "auto" else "sdpa"
     is_equal = attention == "sdpa" and have_equal_logits(model_config, attention, SDPA_WITHOUT_MASK)

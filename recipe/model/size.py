@@ -90,14 +90,15 @@ def count_head(model_config: PreTrainedConfig) -> int:
 
 
 def describe_output_share(model_config: PreTrainedConfig, flops_per_token: int) -> str | None:
-    """Say that most products are the output layer's; None if they are not. 8,192 tokens then beat 50,257 (LOG.md).
+    """Say that the output layer has most of the matrix products; None if it has not.
 
+    In ten minutes with 5 MB of text, 8,192 tokens were then better than 50,257, and 2,048 worse (LOG.md).
     model_config: with the padded vocabulary.
     """
     share = 6 * count_head(model_config) / flops_per_token
     if share <= 0.5:
         return None
-    return f"{share:.0%} of all products are the output layer's; a smaller vocabulary reads more text in the same time"
+    return f"{share:.0%} of the matrix products are in the output layer; with 8,192 tokens, a run reads more text"
 
 
 def count_exported_parameters(model: PreTrainedModel, vocab_size: int) -> int:
