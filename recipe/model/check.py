@@ -87,7 +87,7 @@ def _try(model: PreTrainedModel) -> str | None:
     outputs = LanguageModelingLoss(model, VOCAB_SIZE).eval()(input_ids, targets)
     losses = outputs["losses"]
     if not torch.allclose(losses, own_losses(model, input_ids, targets)["losses"], rtol=0, atol=TOLERANCE):
-        return "its logits are scaled or capped, which the loss leaves out (final_logit_softcapping=null removes a cap)"
+        return "its logits are scaled or capped, which the loss ignores (final_logit_softcapping=null removes a cap)"
     outputs["loss"].backward()
     if unused := [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]:
         return f"{len(unused)} of its tensors get no gradient, such as {unused[0]}"
