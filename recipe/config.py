@@ -113,7 +113,7 @@ class TrainConfig:
     cache_dir: str = option("runs/data", "Folder for datasets prepared from train_file or dataset_name.", PATH)
     streaming: bool = option(False, "Tokenize a dataset of the Hub while training, not before.", IDENTITY)
     block_size: int = option(1024, "Tokens per row (sequence length).", IDENTITY, at_least=1)
-    data_placement: Literal["mmap", "ram", "device"] = option("mmap", "Where packed rows are read from.", PUBLIC)
+    data_placement: Literal["mmap", "ram"] = option("mmap", "Where packed rows are read from.", PUBLIC)
     dataloader_num_workers: int = option(0, "Processes that build batches; 0: the main one.", PUBLIC, at_least=0)
 
     model_name_or_path: str | None = option(

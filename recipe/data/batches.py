@@ -1,9 +1,9 @@
 """Build batches from packed rows, in an order that is a pure function of (seed, dataset).
 
 Training example k, counted from the start of the data, is row `example_rows(k)`. Each epoch k // rows is a permutation
-of all rows. After the first epoch, rows begin at other places in the text (`row_shift`). A step uses the next
-global_batch_size examples, for any micro-batch, accumulation and number of processes. The position of a run is
-therefore one integer, the number of examples so far.
+of all rows. After the first epoch, the documents are in another order (`PackedSplit`), and rows begin at other places
+(`row_shift`). A step uses the next global_batch_size examples, for any micro-batch, accumulation and number of
+processes. The position of a run is therefore one integer, the number of examples so far.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from torch.utils.data import DataLoader
 
 from recipe.data.mixture import split_examples
-from recipe.data.packed import PackedSplit
+from recipe.data.packed import PackedSplit, mix
 
 FEISTEL_ROUNDS = 6
 
@@ -33,14 +33,14 @@ def example_rows(examples: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
     half_bits = max(1, (int(num_rows - 1).bit_length() + 1) // 2)
     half_mask = np.uint64((1 << half_bits) - 1)
     shift = np.uint64(half_bits)
-    round_keys = _mix(np.arange(1, FEISTEL_ROUNDS + 1, dtype=np.uint64))
-    keys = _mix(epochs.astype(np.uint64) + _mix(np.full(len(examples), seed, dtype=np.uint64)))
+    round_keys = mix(np.arange(1, FEISTEL_ROUNDS + 1, dtype=np.uint64))
+    keys = mix(epochs.astype(np.uint64) + mix(np.full(len(examples), seed, dtype=np.uint64)))
     rows = positions.astype(np.uint64)
     outside = np.ones(len(rows), dtype=bool)
     while outside.any():
         left, right = rows[outside] >> shift, rows[outside] & half_mask
         for round_key in round_keys:
-            left, right = right, left ^ (_mix(right + keys[outside] + round_key) & half_mask)
+            left, right = right, left ^ (mix(right + keys[outside] + round_key) & half_mask)
         rows[outside] = (left << shift) | right
         outside = rows >= num_rows
     return rows.astype(np.int64)
@@ -50,16 +50,9 @@ def row_shift(epochs: np.ndarray, below: int) -> np.ndarray:
     """Return by how many tokens an epoch moves the starts of its rows: 0 in the first. epochs and result: int64 [n].
 
     A model memorizes text sooner if every epoch cuts it at the same places, or moves the cuts by a constant distance.
-    The shift is therefore a hash of the epoch.
+    The shift is therefore a hash of the epoch. It also numbers an order of the documents.
     """
-    return (_mix(epochs.astype(np.uint64)) % np.uint64(below)).astype(np.int64)
-
-
-def _mix(values: np.ndarray) -> np.ndarray:
-    """Finalize as splitmix64 does (Steele, Lea and Flood 2014): uint64 with wrap-around."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    return (mix(epochs.astype(np.uint64)) % np.uint64(below)).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -152,10 +145,8 @@ def read_rows(
 ) -> Generator[tuple[torch.Tensor, None], None, None]:
     """Yield the micro-batches of a packed split, without end.
 
-    placement: read rows from the file ("mmap"), from memory ("ram") or from the device ("device").
+    placement: read rows from the file ("mmap") or from memory ("ram").
     """
-    if placement == "device":
-        yield from ((rows, None) for rows in _index_on_device(split, order, device))
     loader = build_loader(split.in_memory() if placement == "ram" else split, order, device, num_workers)
     yield from ((rows, None) for rows in loader)
 
@@ -173,18 +164,6 @@ def build_loader(split: PackedSplit, order: TrainOrder, device: torch.device, nu
         multiprocessing_context="spawn" if num_workers else None,  # forking a process that uses CUDA may hang
         worker_init_fn=survive_first_signal,
     )
-
-
-def _index_on_device(split: PackedSplit, order: TrainOrder, device: torch.device) -> Iterator[torch.Tensor]:
-    """Load all ids onto the device (2 bytes each for uint16) and index their rows there."""
-    ids = split.in_memory().chunks[0]
-    split.check(ids)
-    is_uint16 = ids.dtype == np.uint16  # torch cannot index uint16 on every device: store the bits as int16
-    ids = torch.from_numpy(ids.view(np.int16) if is_uint16 else ids).to(device)
-    rows = ids.unfold(0, split.block_size + 1, 1)  # a view
-    for indices in order:
-        gathered = rows[to_device(torch.from_numpy(split.row_starts(indices)), device)].long()
-        yield gathered & 0xFFFF if is_uint16 else gathered
 
 
 def iterate_validation(

@@ -9,8 +9,9 @@ Token files of other programs are used in place: then the metadata name stretche
 
 A split is one stream: the ids of its units, one after another. A run reads it in rows of its own block_size: row i
 holds tokens [i*T, i*T + T + 1), T = block_size. Each row starts with the last token of the previous row, so every
-token but the first is a target exactly once. Up to T - 1 tokens at the end of the stream fill no row. For n < T, index
-i + n * rows is row i moved n tokens later; only the last row stays in its place, because no text follows it.
+token but the first is a target exactly once. Up to T - 1 tokens at the end of the stream fill no row. For 0 < n < T,
+index i + n * rows is row i moved n tokens later in the n-th order of the documents, so that another epoch has other
+neighbors in a row; only the last row stays in its place, because no text follows it.
 """
 
 import bisect
@@ -40,6 +41,7 @@ FORMAT_VERSION = 7
 # Of a split. text_tokens: without special tokens and ends of documents. bytes: of their text, as it was read; None if
 # unknown.
 COUNTS = ("documents", "tokens", "text_tokens", "bytes")
+SCANNED_AT_ONCE = 2**24  # ids
 
 
 class Stretch(NamedTuple):
@@ -58,13 +60,21 @@ class PackedSplit:
     """
 
     def __init__(
-        self, name: str, stretches: list[Stretch], block_size: int, vocab_size: int, sizes: list[int] | None = None
+        self,
+        name: str,
+        stretches: list[Stretch],
+        block_size: int,
+        vocab_size: int,
+        sizes: list[int] | None = None,
+        end_of_document: int | None = None,
     ) -> None:
         """name: for messages. sizes: lengths of the streams of several datasets, one after another.
 
-        No row has ids of two datasets.
+        No row has ids of two datasets. end_of_document: the id; None if it may be within a document, too.
         """
         self.name, self.stretches, self.block_size, self.vocab_size = name, stretches, block_size, vocab_size
+        self.end_of_document = end_of_document
+        self.orders: dict[int, tuple[int, np.ndarray, np.ndarray]] = {}  # the newest of each part
         self.chunks = [map_ids(stretch) for stretch in stretches]  # readable also when the files are replaced
         self.starts = [0, *itertools.accumulate(map(len, self.chunks))]  # of the chunks in the stream
         self.sizes = sizes or [self.starts[-1]]
@@ -76,13 +86,21 @@ class PackedSplit:
         """Return the rows of several datasets, one after another."""
         first, stretches = splits[0], [stretch for split in splits for stretch in split.stretches]
         names = ", ".join(split.name for split in splits)
-        return cls(names, stretches, first.block_size, first.vocab_size, [split.starts[-1] for split in splits])
+        ends = {split.end_of_document for split in splits}
+        return cls(
+            names,
+            stretches,
+            first.block_size,
+            first.vocab_size,
+            [split.starts[-1] for split in splits],
+            ends.pop() if len(ends) == 1 else None,
+        )
 
     def __len__(self) -> int:
         return int(self.first_rows[-1])
 
     def row_starts(self, indices: np.ndarray) -> np.ndarray:
-        """Return where rows begin in the stream. indices, and the result: int64 [batch]."""
+        """Return where rows begin in the stream, in its order. indices, and the result: int64 [batch]."""
         shifts, rows = np.divmod(indices, len(self))
         part = np.searchsorted(self.first_rows, rows, side="right") - 1
         starts = (rows - self.first_rows[part]) * self.block_size + self.first_tokens[part]
@@ -98,10 +116,37 @@ class PackedSplit:
 
         Raises `UserError` for an id outside the vocabulary, which would be a device-side assert on CUDA.
         """
-        starts = self.row_starts(np.asarray(indices)).tolist()
-        rows = np.stack([self._tokens(start, start + self.block_size + 1) for start in starts])
+        indices = np.asarray(indices)
+        places = zip(self.row_starts(indices).tolist(), (indices // len(self)).tolist(), strict=True)
+        rows = np.stack([self._row(start, start + self.block_size + 1, shift) for start, shift in places])
         self.check(rows)
         return rows.astype(np.int64)
+
+    def _row(self, start: int, stop: int, shift: int) -> np.ndarray:
+        """Return ids of the stream in the order of a shift."""
+        if shift == 0 or self.end_of_document is None:
+            return self._tokens(start, stop)
+        ends, moved = self._reorder(int(np.searchsorted(self.first_tokens, start, side="right")) - 1, shift)
+        number, pieces = int(np.searchsorted(ends, start, side="right")), []
+        while start < stop:
+            end = min(stop, int(ends[number]))
+            pieces.append(self._tokens(start + int(moved[number]), end + int(moved[number])))
+            start, number = end, number + 1
+        return np.concatenate(pieces)
+
+    def _reorder(self, part: int, shift: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return where each document of a dataset ends in the order of a shift, and how much later its ids are."""
+        if part not in self.orders or self.orders[part][0] != shift:
+            first, last = self.first_tokens[part : part + 2].tolist()
+            found = [np.array([first, last])]
+            for start in range(first, last, SCANNED_AT_ONCE):
+                ids = self._tokens(start, min(start + SCANNED_AT_ONCE, last))
+                found.append(start + 1 + np.flatnonzero(ids == self.end_of_document))
+            places = np.unique(np.concatenate(found))  # between documents
+            order = np.argsort(mix((places[:-1] - first).astype(np.uint64) + mix(np.array([shift], np.uint64))))
+            ends = first + np.cumsum(np.diff(places)[order])
+            self.orders[part] = shift, ends, places[1:][order] - ends
+        return self.orders[part][1:]
 
     def _tokens(self, start: int, stop: int) -> np.ndarray:
         number, pieces = bisect.bisect_right(self.starts, start) - 1, []
@@ -123,7 +168,15 @@ class PackedSplit:
         return copied
 
     def __reduce__(self):  # a worker process maps the files itself
-        return PackedSplit, (self.name, self.stretches, self.block_size, self.vocab_size, self.sizes)
+        place = self.name, self.stretches, self.block_size, self.vocab_size
+        return PackedSplit, (*place, self.sizes, self.end_of_document)
+
+
+def mix(values: np.ndarray) -> np.ndarray:
+    """Finalize as splitmix64 does (Steele, Lea and Flood 2014): uint64 with wrap-around."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 def map_ids(stretch: Stretch) -> np.ndarray:
@@ -220,8 +273,11 @@ def open_packed_dataset(directory: Path, block_size: int) -> PackedDataset:
     metadata = read_metadata(directory)
     check_splits(metadata, block_size)
     size = metadata["vocab_size"]
+    is_dialog = encoding_of(metadata)["parse_special_tokens"]  # whose messages may end like a document
+    end = None if is_dialog else metadata["eos_token_id"]
     train, validation = (
-        PackedSplit(str(directory), list_stretches(directory, metadata, split), block_size, size) for split in SPLITS
+        PackedSplit(str(directory), list_stretches(directory, metadata, split), block_size, size, end_of_document=end)
+        for split in SPLITS
     )
     return PackedDataset(directory, metadata, block_size, train, validation)
 

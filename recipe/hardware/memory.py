@@ -166,14 +166,14 @@ def choose_plan(
 
     An estimate never refuses a run: if nothing fits, the options that take the least memory are tried. usable_bytes:
     by one process, the least of all. earlier: the checkpoint's `MemoryPlan.options`, kept if they fit, because free
-    memory differs between starts. data_bytes: of the training rows. Raises `UserError` if they have to be in the
-    device's memory (on a CPU, the RAM) and do not fit.
+    memory differs between starts. data_bytes: of the training rows. Raises `UserError` if a CPU has to hold them in
+    its RAM and they do not fit.
     """
-    usable, place = usable_bytes, config.data_placement
-    if place == "device" or (place == "ram" and machine.device_type == "cpu"):
+    usable = usable_bytes
+    if config.data_placement == "ram" and machine.device_type == "cpu":
         if data_bytes > usable:
             problem = f"the training rows take {data_bytes / 1e9:.1f} GB, and {usable / 1e9:.1f} GB are free"
-            raise UserError(f"--data_placement {place}: {problem}; use {'ram or ' * (place == 'device')}mmap")
+            raise UserError(f"--data_placement ram: {problem}; use mmap")
         usable -= data_bytes
     plans = list_plans(config, model_config, machine, usable)
     kept = [plan for plan in plans if plan.options == earlier and plan.total_bytes <= usable]

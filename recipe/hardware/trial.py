@@ -25,18 +25,15 @@ def try_micro_batch(
     size: int,
     config: TrainConfig,
     machine: Machine,
-    data_bytes: int = 0,
 ) -> int:
     """Run one trial step, halve the micro-batch until it fits on all processes, and return its size.
 
     module: prepared, in train mode. Neither weights nor optimizer change; the run seeds its generators later. A CPU
     swaps instead of raising an error, so the estimate is trusted there. With shards, a process that runs out of memory
-    makes the others wait, so it raises the error. config: as requested, whose micro-batch may be `auto`. data_bytes:
-    of the training rows, if the device will hold them.
+    makes the others wait, so it raises the error. config: as requested, whose micro-batch may be `auto`.
     """
     if accelerator.device.type == "cpu":
         return size
-    rows = torch.empty(data_bytes, dtype=torch.uint8, device=accelerator.device)  # loaded later
     share = config.global_batch_size // accelerator.num_processes
     try:
         for group in optimizer.param_groups:
@@ -57,7 +54,6 @@ def try_micro_batch(
             size = smaller[0]
             torch.compiler.reset()  # discard the graphs of the shape that did not fit
     finally:
-        del rows
         optimizer.state.clear()
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"]

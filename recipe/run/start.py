@@ -246,10 +246,9 @@ def register_optimizer(accelerator: Accelerator, optimizer: torch.optim.Optimize
 def try_step(run: Run, accelerator: Accelerator, module: nn.Module, optimizer: torch.optim.Optimizer) -> Run:
     """On a GPU, a trial step confirms that the plan's micro-batch fits, or makes it smaller."""
     start, plan = run.start, run.plan
-    data_bytes = run.data.num_bytes if run.config.data_placement == "device" else 0
     with resumable(run):
         size = plan.micro_batch_size
-        size = try_micro_batch(accelerator, module, optimizer, size, start.requested, start.machine, data_bytes)
+        size = try_micro_batch(accelerator, module, optimizer, size, start.requested, start.machine)
     plan = dataclasses.replace(plan, micro_batch_size=size)
     return dataclasses.replace(run, plan=plan, config=plan.apply(run.config, start.machine.num_processes))
 

@@ -87,10 +87,9 @@ def test_flash_or_cudnn_attention_really_runs(train, switches, is_fast):
 TWELVE_QUIET_STEPS = ["--max_steps", "12", "--logging_steps", "1000"]
 
 
-@pytest.mark.parametrize("placement", ["mmap", "device"])
 @pytest.mark.parametrize("switches", [BF16, COMPILED, [*COMPILED, "--optim", "muon"]])
-def test_the_host_does_not_wait_for_the_gpu_between_log_lines(train, watch_synchronization, placement, switches):
-    train(*switches, *TWELVE_QUIET_STEPS, "--data_placement", placement)
+def test_the_host_does_not_wait_for_the_gpu_between_log_lines(train, watch_synchronization, switches):
+    train(*switches, *TWELVE_QUIET_STEPS)
 
 
 def test_a_host_that_waits_for_the_gpu_is_noticed(train, watch_synchronization):

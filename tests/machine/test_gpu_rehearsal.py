@@ -92,7 +92,7 @@ FP32 = ["--mixed_precision", "no", "--activation_checkpointing", "--per_device_t
     ("options", "shards", "shown"),
     [
         (["--optim", "adamw_torch_fused", "--dataloader_num_workers", "1"], {}, "flash kernels"),
-        (["--optim", "muon", "--data_placement", "device", "--save_steps", "4"], {}, "flash kernels"),
+        (["--optim", "muon", "--save_steps", "4"], {}, "flash kernels"),
         (["--mixed_precision", "fp16", "--label_smoothing_factor", "0.1", "--loss_chunks", "4"], {}, " scale 1"),
         (FP32, {}, "no flash kernel"),
         (["--optim", "adamw_torch_fused", "--save_steps", "4"], {"num_processes": 2}, "FSDP"),

@@ -299,7 +299,7 @@ RUNS = [
     ("", {"machine": Machine("cuda", 2), "rates": None}, "bf16 inductor sdpa, 2 x 1 x 4"),
     ("--per_device_train_batch_size 2", {}, "bf16 no eager, 1 x 4 x 2"),
     ("", {"usable": 10}, "bf16 no eager, 1 x 8 x 1"),  # nothing fits, so the least is tried
-    ("--data_placement device", {"usable": 50 * MB}, "refused: --data_placement device: ram mmap"),
+    ("--data_placement ram", {"usable": 50 * MB}, "refused: --data_placement ram: mmap"),
     ("--data_placement ram", {"data": OWN_DATA}, "refused: --data_placement"),
     ("--bf16_residual --mixed_precision no", {}, "refused: --bf16_residual fp32"),
     ("--bf16_residual", {"rates": SLOW_BF16}, "refused: --bf16_residual fp32"),
