@@ -272,9 +272,9 @@ def open_packed_dataset(directory: Path, block_size: int) -> PackedDataset:
     """Open a dataset in rows of block_size + 1 tokens. Raises `UserError` if it is damaged or a split fills no row."""
     metadata = read_metadata(directory)
     check_splits(metadata, block_size)
-    size = metadata["vocab_size"]
-    is_dialog = encoding_of(metadata)["parse_special_tokens"]  # whose messages may end like a document
-    end = None if is_dialog else metadata["eos_token_id"]
+    size, end, encoding = metadata["vocab_size"], metadata["eos_token_id"], encoding_of(metadata)
+    if encoding["parse_special_tokens"] or end in encoding["document_prefix"]:
+        end = None  # it may follow each message of a dialog, or begin documents, too
     train, validation = (
         PackedSplit(str(directory), list_stretches(directory, metadata, split), block_size, size, end_of_document=end)
         for split in SPLITS
