@@ -113,7 +113,6 @@ class TrainConfig:
     cache_dir: str = option("runs/data", "Folder for datasets prepared from train_file or dataset_name.", PATH)
     streaming: bool = option(False, "Tokenize a dataset of the Hub while training, not before.", IDENTITY)
     block_size: int = option(1024, "Tokens per row (sequence length).", IDENTITY, at_least=1)
-    data_placement: Literal["mmap", "ram"] = option("mmap", "Where packed rows are read from.", PUBLIC)
     dataloader_num_workers: int = option(0, "Processes that build batches; 0: the main one.", PUBLIC, at_least=0)
 
     model_name_or_path: str | None = option(
@@ -403,13 +402,9 @@ def check_rules(config: TrainConfig) -> None:
         require(is_valid, f"--dataset_weights must be {expected}; got {' '.join(map(str, weights))}")
     if config.streaming:
         require(config.dataset_name, ONLY_OF_THE_HUB)
-        default = config.data_placement == "mmap" and not config.dataloader_num_workers
-        require(default, "--streaming builds batches itself; remove --data_placement and --dataloader_num_workers")
+        require(not config.dataloader_num_workers, "--streaming builds batches itself; omit --dataloader_num_workers")
         known = config.num_train_epochs is None
         require(known, "--num_train_epochs requires a prepared dataset, not --streaming; pass --max_steps")
-    if config.dataloader_num_workers:
-        place = config.data_placement
-        require(place == "mmap", f"--dataloader_num_workers requires --data_placement mmap, got {place}")
     check_schedule(config)
     is_switch = str(config.resume_from_checkpoint).lower() in ("true", "false")  # Trainer's
     require(not is_switch, "--resume_from_checkpoint takes auto (the newest checkpoint in --output_dir) or a folder")

@@ -322,8 +322,7 @@ def show(
         lines[3:3] = [("vocabulary", f"{share};", of_vocabulary), ("", advice, "")]
     if num_tokens:
         lines.insert(2, ("tokens", f"{num_tokens:,} in {config.max_steps:,} steps", "exact"))
-        placed = f"{data_bytes / 1e9:,.1f} GB per process and epoch, --data_placement ram"
-        lines.append(("data in RAM", placed, of_vocabulary))
+        lines.append(("data", f"{data_bytes / 1e9:,.1f} GB of token ids on disk", of_vocabulary))
     if gpu and not step_seconds:
         lines.append(("step", "not known: the data sheets' rates are for bf16 and fp16", ""))
     if step_seconds:

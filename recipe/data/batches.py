@@ -141,13 +141,10 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def read_rows(
-    split: PackedSplit, order: TrainOrder, device: torch.device, num_workers: int = 0, placement: str = "mmap"
+    split: PackedSplit, order: TrainOrder, device: torch.device, num_workers: int = 0
 ) -> Generator[tuple[torch.Tensor, None], None, None]:
-    """Yield the micro-batches of a packed split, without end.
-
-    placement: read rows from the file ("mmap") or from memory ("ram").
-    """
-    loader = build_loader(split.in_memory() if placement == "ram" else split, order, device, num_workers)
+    """Yield the micro-batches of a packed split, without end."""
+    loader = build_loader(split, order, device, num_workers)
     yield from ((rows, None) for rows in loader)
 
 

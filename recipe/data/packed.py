@@ -15,7 +15,6 @@ neighbors in a row; only the last row stays in its place, because no text follow
 """
 
 import bisect
-import copy
 import functools
 import hashlib
 import itertools
@@ -106,11 +105,6 @@ class PackedSplit:
         starts = (rows - self.first_rows[part]) * self.block_size + self.first_tokens[part]
         return starts + shifts * (rows + 1 < self.first_rows[part + 1])  # the last row of a part stays
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the ids in memory."""
-        return sum(chunk.nbytes for chunk in self.chunks)
-
     def __getitem__(self, indices: np.ndarray) -> np.ndarray:
         """Return the rows with these indices (int64 [batch]) as int64 [batch, block_size + 1].
 
@@ -160,12 +154,6 @@ class PackedSplit:
         if ids.max() >= self.vocab_size:
             beyond = f"token id {ids.max()}, beyond its vocabulary of {self.vocab_size}"
             raise UserError(f"{self.name} contains {beyond}; prepare it again")
-
-    def in_memory(self) -> "PackedSplit":
-        """Load all ids into memory, as a single chunk."""
-        copied = copy.copy(self)
-        copied.chunks, copied.starts = [np.concatenate(self.chunks)], [0, self.starts[-1]]
-        return copied
 
     def __reduce__(self):  # a worker process maps the files itself
         place = self.name, self.stretches, self.block_size, self.vocab_size

@@ -160,24 +160,16 @@ def choose_plan(
     machine: Machine,
     usable_bytes: int,
     earlier: dict[str, int] | None = None,
-    data_bytes: int = 0,
 ) -> MemoryPlan:
     """Return the plan of a run.
 
     An estimate never refuses a run: if nothing fits, the options that take the least memory are tried. usable_bytes:
     by one process, the least of all. earlier: the checkpoint's `MemoryPlan.options`, kept if they fit, because free
-    memory differs between starts. data_bytes: of the training rows. Raises `UserError` if a CPU has to hold them in
-    its RAM and they do not fit.
+    memory differs between starts.
     """
-    usable = usable_bytes
-    if config.data_placement == "ram" and machine.device_type == "cpu":
-        if data_bytes > usable:
-            problem = f"the training rows take {data_bytes / 1e9:.1f} GB, and {usable / 1e9:.1f} GB are free"
-            raise UserError(f"--data_placement ram: {problem}; use mmap")
-        usable -= data_bytes
-    plans = list_plans(config, model_config, machine, usable)
-    kept = [plan for plan in plans if plan.options == earlier and plan.total_bytes <= usable]
-    plan = kept[0] if kept else plan_memory(config, model_config, machine, usable)
+    plans = list_plans(config, model_config, machine, usable_bytes)
+    kept = [plan for plan in plans if plan.options == earlier and plan.total_bytes <= usable_bytes]
+    plan = kept[0] if kept else plan_memory(config, model_config, machine, usable_bytes)
     return plan or min(plans, key=lambda plan: plan.total_bytes)
 
 

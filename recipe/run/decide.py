@@ -96,8 +96,6 @@ class DataFacts:
     """What a run needs to know of its dataset."""
 
     num_rows: int  # of the training split
-    num_bytes: int = 0  # of the same
-    is_packed: bool = True  # and not the user's own object
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -313,8 +311,6 @@ def decide_run(
     """
     requested, saved, resume = start.requested, start.saved, start.resume
     state = saved.state if saved else RunState()
-    if not data.is_packed and (requested.streaming or requested.data_placement != "mmap"):
-        raise UserError("--streaming and --data_placement require a packed dataset")
     identity = run_identity(requested, data.metadata, model.config)
     differing = list_differences(start, identity, model) if saved else {}
     begins_stage = start.is_branch and not differing.keys().isdisjoint((*DATA_IDENTITY, "seed"))
@@ -357,7 +353,7 @@ def decide_run(
     if config.max_eval_samples == "auto" and saved and not begins_stage:  # an extended run evaluates the same rows
         config = dataclasses.replace(config, max_eval_samples=state.initial.get("num_rows", "auto"))
     earlier = state.memory if saved and saved.num_processes == machine.num_processes else None
-    plan = choose_plan(config, model.padded, machine, usable_bytes, earlier, data.num_bytes)
+    plan = choose_plan(config, model.padded, machine, usable_bytes, earlier)
     return Run(
         start=start,
         config=plan.apply(config, machine.num_processes),

@@ -176,8 +176,7 @@ def resolve_run(start: Start, dataset: Any) -> Run:
     """Measure what is not known yet, and decide what the run does on this machine."""
     started_at, requested, device = time.perf_counter(), start.requested, device_of(PartialState())
     metadata, model = metadata_of(dataset), on_all_processes(lambda: describe_model(start, dataset))
-    is_packed = isinstance(dataset, PackedDataset)
-    data = DataFacts(len(dataset.train), dataset.train.num_bytes if is_packed else 0, is_packed, metadata)
+    data = DataFacts(len(dataset.train), metadata)
     check_same_run({"rows": data.num_rows, **run_identity(requested, metadata, model.config)})
     num_local = count_local_processes(start.machine.num_processes)
     usable = int(-largest_of_processes(-measure_usable_bytes(device, num_local))[0])
@@ -312,6 +311,5 @@ def open_batches(run: Run, accelerator: Accelerator, dataset: Any, state: RunSta
         stream = open_stream(config, dataset, accelerator.process_index, gather)
         batches = read_stream(stream, order, state.position or (0, 0))
     else:
-        place = config.dataloader_num_workers, config.data_placement
-        batches = read_rows(dataset.train, order, accelerator.device, *place)
+        batches = read_rows(dataset.train, order, accelerator.device, config.dataloader_num_workers)
     return TrainBatches(batches, accelerator.device)

@@ -83,11 +83,11 @@ def wide_split(tmp_path_factory):
     return PackedSplit("wide", stretches, 8, 65_536)
 
 
-@pytest.mark.parametrize(("placement", "num_workers"), [("mmap", 0), ("mmap", 2), ("ram", 0)])
-def test_batches_are_the_rows_of_the_order(wide_split, placement, num_workers):
-    """Inputs and targets are int64, shifted by one, in the same order for every placement."""
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_are_the_rows_of_the_order(wide_split, num_workers):
+    """Inputs and targets are int64, shifted by one, in the same order for every number of workers."""
     order = TrainOrder(len(wide_split), 1, 96, 48, shift_below=8)
-    batches = TrainBatches(read_rows(wide_split, order, CPU, num_workers, placement), CPU)
+    batches = TrainBatches(read_rows(wide_split, order, CPU, num_workers), CPU)
     for indices in itertools.islice(order, 2 * len(wide_split) // 48 + 2):  # more than two epochs
         inputs, targets = next(batches)
         rows = torch.from_numpy(wide_split[indices])
@@ -99,7 +99,7 @@ def test_batches_are_the_rows_of_the_order(wide_split, placement, num_workers):
 def test_each_epoch_cuts_the_text_elsewhere(wide_split):
     """Every token of a dataset is a target once, but for the first `shift` (never) and as many at the end (twice)."""
     split, T = PackedSplit.joined([wide_split, wide_split]), 8  # tokens of a row
-    tokens = wide_split.in_memory().chunks[0]
+    tokens = np.concatenate(wide_split.chunks)
     num_rows, shifts = len(wide_split), []
     order = TrainOrder(len(split), 3, 1, 1, shift_below=T, parts=((num_rows, 1), (num_rows, 1)))
     for epoch in range(4):
@@ -124,7 +124,7 @@ def test_each_epoch_packs_whole_documents_in_another_order(tmp_path):
         part.tofile(tmp_path / f"{number}.bin")
         stretches.append(Stretch(str(tmp_path / f"{number}.bin"), "uint16", 0, len(part)))
     split, orders = PackedSplit("d", stretches, 8, 10_000, end_of_document=0), []
-    mixture = PackedSplit.joined([split, split]).in_memory()
+    mixture = PackedSplit.joined([split, split])
     for shift in (0, 5, 3):
         rows = split[np.arange(len(split)) + shift * len(split)]
         assert np.array_equal(mixture[np.arange(len(mixture)) + shift * len(mixture)], np.tile(rows, (2, 1)))
@@ -135,14 +135,13 @@ def test_each_epoch_packs_whole_documents_in_another_order(tmp_path):
     assert orders[0] == sorted(orders[0]) and orders[1] != sorted(orders[1]) != orders[2] != orders[1]
 
 
-@pytest.mark.parametrize("placement", ["mmap", "ram"])
-def test_every_placement_rejects_an_id_beyond_the_vocabulary(wide_split, placement):
+def test_an_id_beyond_the_vocabulary_is_refused(wide_split):
     """The first one, too. On CUDA it would cause a device-side assert."""
     order = TrainOrder(len(wide_split), 1, 64, 64)
     highest = int(wide_split[next(iter(order))].max())
     split = PackedSplit("wide", wide_split.stretches, 8, highest)
     with pytest.raises(UserError, match=str(highest)):
-        next(read_rows(split, order, CPU, 0, placement))
+        next(read_rows(split, order, CPU))
 
 
 @pytest.mark.parametrize(("batch_size", "num_processes"), [(1, 1), (3, 1), (4, 2), (5, 3), (64, 2)])

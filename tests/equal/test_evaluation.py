@@ -68,7 +68,7 @@ def score_slowly(run, rows: np.ndarray, split: PackedSplit) -> dict[str, float]:
     per token of text, over the bytes of a token in the whole split.
     """
     model, tokenizer = AutoModelForCausalLM.from_pretrained(run).eval(), AutoTokenizer.from_pretrained(run)
-    text = [token for token in split.in_memory().chunks[0].tolist() if token != tokenizer.eos_token_id]
+    text = [token for token in split._tokens(0, split.starts[-1]).tolist() if token != tokenizer.eos_token_id]
     bytes_per_token = sum(map(len, tokenizer.convert_ids_to_tokens(text))) / len(text)
     losses, is_text = [], []
     for row in torch.from_numpy(rows):

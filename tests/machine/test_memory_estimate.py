@@ -10,7 +10,6 @@ from accelerate import Accelerator
 from helpers import ROOT, reset_accelerate
 
 from recipe.command_line import load_config
-from recipe.errors import UserError
 from recipe.hardware import memory
 from recipe.hardware.choices import Machine
 from recipe.hardware.memory import PROCESS_BYTES, MemoryPlan, estimate_bytes
@@ -190,17 +189,6 @@ def test_options_that_are_not_auto_are_kept(memory_gb, checkpointing):
     typed += ["--activation_checkpointing", str(checkpointing).lower()]
     plan = memory.plan_memory(*recipe_of("355m", *typed), Machine("cuda"), memory_gb * GB)
     assert plan.options == {"micro_batch_size": 2, "activation_checkpointing": checkpointing, "loss_chunks": 3}
-
-
-@pytest.mark.parametrize(("device", "leaves"), [("cpu", 60 * GB), ("cuda", 80 * GB)])
-def test_rows_in_ram_leave_less_for_the_step_of_a_cpu(device, leaves):
-    """A dataset that is larger is refused, with the placement that would do."""
-    config, model_config = recipe_of("355m", "--data_placement", "ram")
-    arguments = config, model_config, Machine(device), 80 * GB
-    assert memory.choose_plan(*arguments, data_bytes=20 * GB).usable_bytes == leaves
-    if leaves == 60 * GB:
-        with pytest.raises(UserError, match="--data_placement ram.*mmap"):
-            memory.choose_plan(*arguments, data_bytes=81 * GB)
 
 
 def test_a_resumed_run_keeps_the_choices_that_fit(train, monkeypatch, tmp_path):

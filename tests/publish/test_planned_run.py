@@ -59,7 +59,7 @@ def test_time_and_cost_are_those_computed_by_hand(capsys):
         "124,475,904, vocabulary of 50,304",
         "64 rows x 1 per step",
         f"{hours * 3.6e6 / 19073:,.0f} ms",
-        "20.0 GB per process and epoch",
+        "20.0 GB of token ids",
     ):
         assert expected in text
     labels = [line.split()[-1] for line in text.splitlines()[:-1]]

@@ -223,8 +223,7 @@ DROPPING = GPT2Config(**SHAPE, n_embd=64, attn_pdrop=0.3)
 LONGER = GPT2Config(**SHAPE | {"n_positions": 64}, n_embd=64)
 METADATA = {"content_sha256": "a" * 64, "tokenizer_sha256": "b" * 64, "fingerprint": "f", "source": {}}
 METADATA |= {"splits": {"train": {"rows": 100}}}
-DATA, ROOM = DataFacts(100, 100 * MB, metadata=METADATA), 8000 * MB
-OWN_DATA = DataFacts(100, is_packed=False, metadata=METADATA)
+DATA, ROOM = DataFacts(100, metadata=METADATA), 8000 * MB
 OTHER_TEXT = DataFacts(100, metadata=METADATA | {"content_sha256": "c" * 64})
 OTHER_TOKENIZER = DataFacts(100, metadata=METADATA | {"tokenizer_sha256": "c" * 64})
 SLOW_BF16 = Measured({"no": 1e11, "bf16": 3e10}, {"sdpa": 1.0, "eager": 1.2}, 2)
@@ -299,8 +298,6 @@ RUNS = [
     ("", {"machine": Machine("cuda", 2), "rates": None}, "bf16 inductor sdpa, 2 x 1 x 4"),
     ("--per_device_train_batch_size 2", {}, "bf16 no eager, 1 x 4 x 2"),
     ("", {"usable": 10}, "bf16 no eager, 1 x 8 x 1"),  # nothing fits, so the least is tried
-    ("--data_placement ram", {"usable": 50 * MB}, "refused: --data_placement ram: mmap"),
-    ("--data_placement ram", {"data": OWN_DATA}, "refused: --data_placement"),
     ("--bf16_residual --mixed_precision no", {}, "refused: --bf16_residual fp32"),
     ("--bf16_residual", {"rates": SLOW_BF16}, "refused: --bf16_residual fp32"),
     # --- its length
@@ -437,13 +434,13 @@ def test_the_best_model_is_looked_for_in_every_epoch(command, expected):
 
 def test_an_option_that_somebody_added_is_announced_when_it_changes():
     """Compared by the recorded options of the checkpoint's run, in which an option of its author has its default."""
-    start, shape = start_of("--data_placement ram", after(20)), ModelFacts(MODEL, MODEL, MODEL)
+    start, shape = start_of("--matmul_precision highest", after(20)), ModelFacts(MODEL, MODEL, MODEL)
     recorded = vars(start.requested) | {"logging_steps": 5, "output_dir": "elsewhere", "max_steps": 7}
-    del recorded["data_placement"]  # it is newer
+    del recorded["matmul_precision"]  # it is newer
     start = dataclasses.replace(start, resume=dataclasses.replace(start.resume, options=recorded))
     run = decide_run(start, DATA, shape, ROOM, FAST_BF16)
     assert not run.changes
-    assert run.other_changes == {"data_placement": ("mmap", "ram"), "logging_steps": (5, 10)}
+    assert run.other_changes == {"matmul_precision": ("high", "highest"), "logging_steps": (5, 10)}
 
 
 def test_another_batch_takes_consent():

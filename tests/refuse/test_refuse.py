@@ -75,7 +75,6 @@ OPTIONS = [  # of recipe/train.py -> what the answer names
     ("--train_file a.txt", "--dataset_dir --train_file --dataset_name"),
     ("--tokenizer_vocab_size 300", "--tokenizer_vocab_size --dataset_dir"),
     ("--validation_file a.txt", "--validation_file --dataset_dir"),
-    ("--dataloader_num_workers 2 --data_placement ram", "--dataloader_num_workers --data_placement mmap"),
     ("--streaming", "--streaming --dataset_name"),
     ("--push_to_hub", "--push_to_hub --hub_model_id"),
     (f"{RESUME} auto", f"{RESUME} --output_dir"),
@@ -242,7 +241,7 @@ SCRIPTS = [
     # --- runs
     (f"recipe/train.py --config six.yaml --output_dir run {RESUME} auto", "checkpoint-4 4 6 --global_batch_size"),
     ("recipe/train.py --streaming --train_file a.txt", "--streaming Hub"),
-    (f"{STREAM} --dataloader_num_workers 2", "--streaming --data_placement --dataloader_num_workers"),
+    (f"{STREAM} --dataloader_num_workers 2", "--streaming --dataloader_num_workers"),
     (f"{STREAM} --max_steps -1 --num_train_epochs 1", "--streaming --num_train_epochs --max_steps"),
     ("scripts/push_to_hub.py gone/far/run --hub_model_id me/tiny", "gone/far/run"),
     ("scripts/push_to_hub.py empty --hub_model_id me/tiny", "empty training_config.yaml"),

@@ -61,12 +61,12 @@ def test_a_typed_batch_continues_with_the_next_examples_and_is_recorded(train, f
 def test_only_later_steps_follow_a_changed_schedule(train, finished, capsys):
     """A change may be typed or in a recipe. The log has what changed; other changes are said, and nothing else."""
     before = values_of(finished, "loss")
-    others = ["--data_placement", "ram", "--mixed_precision", "bf16"]
+    others = ["--matmul_precision", "highest", "--mixed_precision", "bf16"]
     train(*own_options(finished, learning_rate=0.002), "--max_steps", 8, *others, alone=True)
     shown = capsys.readouterr().out
     assert "from step 5, learning_rate is 0.002 instead of 0.003" in shown
     assert "from fp32 to bf16 at step 4" in shown
-    assert "data_placement is ram; the run's recorded options have mmap" in shown
+    assert "matmul_precision is highest; the run's recorded options have high" in shown
     assert shown.count("recorded options have") == 2
     events = read_events(finished, "train")
     assert [event["loss"] for event in events[:4]] == before
@@ -80,7 +80,7 @@ def test_only_later_steps_follow_a_changed_schedule(train, finished, capsys):
 def test_a_changed_schedule_without_a_step_is_not_recorded(train, finished):
     """The weights are those of the old options. Where they are published is recorded."""
     before = read_config(finished)
-    changed = ["--learning_rate", 0.001, "--global_batch_size", 8, "--data_placement", "ram"]
+    changed = ["--learning_rate", 0.001, "--global_batch_size", 8, "--matmul_precision", "highest"]
     train(*AUTO, "--save_steps", 2, *changed, "--hub_model_id", "a/b")
     assert not read_events(finished, "schedule")
     assert read_config(finished) == before | {"hub_model_id": "a/b"}
