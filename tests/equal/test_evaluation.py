@@ -192,22 +192,15 @@ def test_the_scores_of_a_text_equal_a_plain_loop(evaluate, model_dir, text_file,
     assert (found["stride"], found["context"]) == (stride, BLOCK_SIZE)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "changes"),
-    [
-        ("gemma2", {"final_logit_softcapping": 3.0, "head_dim": 8}),
-        ("granite", {"logits_scaling": 8.0}),
-        ("cohere", {"logit_scale": 0.1}),
-    ],
-)
-def test_a_saved_model_is_scored_by_its_own_logits(evaluate, tmp_path, tokenizer_dir, model_type, changes):
-    """Models whose logits are scaled or capped, which training refuses."""
+def test_a_saved_model_is_scored_by_its_own_logits(evaluate, tmp_path, tokenizer_dir):
+    """Also if they are capped, which training refuses."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     shape |= {"num_key_value_heads": 4, "max_position_embeddings": 64, "initializer_range": 0.5}
-    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "vocab_size": len(tokenizer)}
+    shape |= {"final_logit_softcapping": 3.0, "head_dim": 8, "vocab_size": len(tokenizer)}
+    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **shape, **ids, **changes)).eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma2", **shape, **ids)).eval()
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     text = "the cat sat on a mat while rain fell"

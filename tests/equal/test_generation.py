@@ -99,15 +99,8 @@ def test_a_text_ends_at_each_end_that_the_model_names(model_dir, tmp_path, at_le
     texts = generate_texts(*chat, "the cat", max_new_tokens=80, num_samples=2, **GREEDY)
     assert texts == [tokenizer.decode(tokens[:end])] * 2
     assert generate_texts(*chat, "the cat", max_new_tokens=80, stream=pieces.append, **GREEDY) == texts[:1]
+    assert len(pieces) > 1
     assert "".join(pieces) == texts[0]
-
-
-def test_a_streamed_text_is_the_same_text(loaded):
-    """The pieces, within the context and beyond it, are the continuation that the function returns."""
-    options, pieces = {"max_new_tokens": BLOCK_SIZE + 20, "do_sample": True, "seed": 5}, []
-    texts = generate_texts(*loaded, "the cat", **options, stream=pieces.append)
-    assert len(pieces) > 20
-    assert texts == ["".join(pieces)] == generate_texts(*loaded, "the cat", **options)
 
 
 TEMPLATE = (
@@ -121,13 +114,6 @@ def chat_dir(tokenizer_dir, tmp_path_factory):
     folder = save_small_model(tmp_path_factory.mktemp("chat"), tokenizer_dir, n_positions=256)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
-
-
-def test_turns_of_a_dialog_are_answered_as_by_a_pipeline(chat_dir):
-    turns = [{"role": "user", "content": "the cat"}]
-    chat = pipeline("text-generation", model=str(chat_dir))
-    answer = chat(turns, max_new_tokens=5, do_sample=False)[0]["generated_text"][-1]["content"]
-    assert generate_texts(*load_model(chat_dir, "cpu"), turns, max_new_tokens=5, **GREEDY) == [answer]
 
 
 class Writer(GPT2LMHeadModel):

@@ -84,15 +84,6 @@ def test_an_output_layer_with_most_of_the_products_is_named():
 # ------------------------------------------------------------------ the model that trains
 
 
-def test_initialization_is_gpt2s():
-    """Weights have standard deviation 0.02, and 0.02 / sqrt(2 * layers) where a block adds to the residual stream."""
-    model = tiny("gpt2", "n_layer=8", "n_embd=128")[2]
-    block = model.transformer.h[3]
-    assert block.mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.03)
-    for projection in (block.mlp.c_proj, block.attn.c_proj):
-        assert projection.weight.std().item() == pytest.approx(0.02 / 16**0.5, rel=0.03)
-
-
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "qwen3"])
 def test_initial_weights_do_not_depend_on_the_padding(model_type):
     padded, plain = tiny(model_type)[2], tiny(model_type, options=["--pad_vocab_to_multiple_of", "1"])[2]
@@ -278,7 +269,7 @@ def test_a_run_of_another_type_leaves_a_stock_model_with_the_loss_that_it_report
 
 # ------------------------------------------------------------------ types that are trained right
 
-# All types whose config has positions and no experts, as published: 110 in 9 s on two cores of an EPYC (Zen 4).
+# Types whose config has positions and no experts, as published.
 RIGHT = """
     apertus apertus1p5_text arcee aria_text bamba biogpt bitnet codegen ctrl cwm diffllama dory ernie4_5 exaone exaone4
     falcon gemma gemma3_text glm glm4 gpt-sw3 gpt2 gpt_bigcode gpt_neox gptj granite helium hrm_text hyperclovax
@@ -290,12 +281,7 @@ WRONG = {  # by a word of the reason
     "logits": "cohere cohere2 gemma2 marian minicpm3 nanochat vaultgemma",
     "gradient": "bart bigbird_pegasus blenderbot-small mbart mvp pegasus plbart trocr",
     "--attn_implementation eager": "gpt_neo gpt_neox_japanese granite_swa openai-gpt xglm",
-    # Types that need a padding token, whose defaults Transformers cannot build, or that do not shrink.
-    "copy": """
-        blenderbot blt camembert cohere_compass_text data2vec-text dbrx falcon_h1 gemma3n_text gemma4_text
-        gemma4_unified_text git hunyuan_v1_dense ministral modernbert-decoder nemotron phi4_multimodal prophetnet
-        reformer roberta roberta-prelayernorm rwkv xlm xlm-roberta xlm-roberta-xl xmod zamba zamba2
-    """,
+    "copy": "blt falcon_h1 roberta rwkv",  # cannot be built of defaults, need a padding token, or do not shrink
 }
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

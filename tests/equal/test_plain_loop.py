@@ -149,11 +149,6 @@ def test_rows_of_ones_own_train_and_resume_as_the_packed_dataset_of_the_same_row
         train(*CONSTANT, "--resume_from_checkpoint", "auto")
 
 
-def test_few_rows_of_ones_own_are_repeated_in_epochs(train, own):
-    own.train = own.train[:6]
-    assert values_of(train(), "epoch")[-1] == pytest.approx(16 / 6)
-
-
 def test_the_card_of_rows_of_ones_own_does_not_name_the_demos_text(train, tmp_path, dataset, own):
     options = [*TINY, *PLAIN, "--max_steps", "1", "--tokenizer_name", dataset.directory / "tokenizer"]
     train(*options, "--output_dir", tmp_path / "run", alone=True)
