@@ -1,4 +1,4 @@
-"""The READMEs: their links, commands, tables, excerpts and changes are those of the program as it is."""
+"""The pages: their links, commands, tables, excerpts and changes are those of the program as it is."""
 
 import contextlib
 import functools
@@ -23,16 +23,16 @@ from recipe.hardware.memory import MemoryPlan, plan_memory
 from recipe.hardware.sharding import Sharding
 from recipe.model.build import build_model_config
 
-SKIPPED = {"runs", "tests", "build"}  # and hidden folders, such as those of environments
-FOLDERS = [path.parent.relative_to(ROOT) for path in ROOT.rglob("README.md")]
-FOLDERS = sorted(folder for folder in FOLDERS if not any(p[0] == "." or p in SKIPPED for p in folder.parts))
-PAGES = {str(folder): (ROOT / folder / "README.md").read_text() for folder in FOLDERS}
-EVERYTHING = "\n".join(PAGES.values())
+PLACES = ("*.md", ".github/*.md", "accelerate_configs/*.md", "recipe/**/*.md", "scripts/**/*.md")
+PATHS = sorted(path for place in PLACES for path in ROOT.glob(place))
+PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in PATHS}
+EVERYTHING = "\n".join(text for name, text in PAGES.items() if not name.endswith("LOG.md"))  # of its time
 TRAIN = "recipe/train.py"
 PROGRAM = r"(?:recipe|scripts)/[\w/]+\.py"
 TAKES_A_RUN = "sweep|plan_run|run_ladder|peers"  # these programs accept the options of a run, too
 LAUNCHER = {name.lstrip("-") for action in launch_command_parser()._actions for name in action.option_strings}
-OTHER_OPTIONS = {"dist", "dry_run", "index_url", "max_iters", "outfile", "outtype", "task"}  # of other programs
+OTHER_PROGRAMS = {"account", "dist", "dry_run", "gpus_per_node", "index_url", "max_iters", "nodes", "outfile", "outtype"}
+OTHER_PROGRAMS |= {"partition", "task"}
 # A card that stands for each class of memory. An L4, A10 and A10G have less than other cards of 24 GB.
 CARDS = {"8 GB": "rtx3070", "12 GB": "rtx3060", "16 GB": "t4", "24 GB": "rtx4090", "40 GB": "a100-40gb"}
 CARDS |= {"80 GB": "a100-80gb", "141 GB": "h200", "10 to 16 GB": "rtx3080", "8 to 12 GB": "rtx3070"}
@@ -71,19 +71,20 @@ def anchors_of(page: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def test_links_to_headings_lead_to_existing_ones():
-    for folder, page in PAGES.items():
-        for target, anchor in re.findall(r"\]\(((?!https?:)[^)#]*)#([^)]+)\)", page):
-            path = ROOT / folder / (target or "README.md")
-            assert anchor in anchors_of(path.read_text()), f"{target}#{anchor} in {folder}"
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_to_existing_files_and_headings(name):
+    page = ROOT / name
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", PAGES[name]):
+        path = page.parent / target if target else page
+        assert path.exists(), target
+        assert not anchor or anchor in anchors_of(path.read_text()), f"{target}#{anchor}"
+    for target in re.findall(r'(?:src|srcset)="([^"]+)"', PAGES[name]):
+        assert (page.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("folder", PAGES)
-def test_links_and_paths_lead_to_existing_files(folder):
-    page = PAGES[folder].replace("accelerate_configs/FILE", "")
-    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page) + re.findall(r'(?:src|srcset)="([^"]+)"', page):
-        assert (ROOT / folder / target).exists(), target
-    for path in re.findall(r"(?<![\w/.-])(?:recipe|scripts|tests|accelerate_configs)/[\w./-]*\w", page):
+def test_paths_in_the_text_exist():
+    text = EVERYTHING.replace("accelerate_configs/FILE", "")
+    for path in re.findall(r"(?<![\w/.-])(?:recipe|scripts|tests|accelerate_configs)/[\w./-]*\w", text):
         assert (ROOT / path).exists(), path
 
 
@@ -115,9 +116,9 @@ def test_commands_in_sources_and_messages_use_options_that_exist():
 
 def test_options_in_the_text_exist():
     programs = [str(path.relative_to(ROOT)) for path in (ROOT / "scripts").rglob("*.py") if path.stem != "bare_loop"]
-    text = re.sub(r"^```.*?^```", "", EVERYTHING, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^```.*?^```|`[^`]*`\s+of\s+commit", "", EVERYTHING, flags=re.DOTALL | re.MULTILINE)
     names = {name.replace("-", "_") for name in re.findall(r"(?<![\w-])--([a-z][a-z_-]+)", text)}
-    assert names - LAUNCHER - OTHER_OPTIONS - set().union(*map(options_of, [TRAIN, *programs])) == set()
+    assert names - LAUNCHER - OTHER_PROGRAMS - set().union(*map(options_of, [TRAIN, *programs])) == set()
 
 
 def test_what_is_shown_of_a_program_is_the_program():
