@@ -74,7 +74,8 @@ def hub(tmp_path, monkeypatch):
 @pytest.fixture(scope="session")
 def absent_gpu(tmp_path_factory) -> Callable[[], subprocess.Popen]:
     """Start tests/programs/absent_gpu.py, which reads runs and writes what it found."""
-    torch_dir, work = Path(torch.__file__).parent, tmp_path_factory.mktemp("absent_gpu")
+    torch_dir = Path(torch.__file__).parent
+    work = tmp_path_factory.mktemp("absent_gpu")
     compiler = next(filter(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++")), None)
     if compiler is None or not (torch_dir / "include" / "c10").is_dir():
         pytest.skip("building the absent GPU takes a C++ compiler and torch's headers")

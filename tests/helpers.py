@@ -190,7 +190,8 @@ def read_words(capsys) -> str:
 
 def stock_loss(folder: Path, rows: np.ndarray) -> float:
     """Return the loss of a saved model on rows, by Transformers, with eager attention, and torch alone."""
-    model, rows = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager"), torch.from_numpy(rows)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    rows = torch.from_numpy(rows)
     with torch.no_grad():
         logits = model.eval()(input_ids=rows[:, :-1]).logits
     return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()

@@ -57,7 +57,8 @@ def test_the_launchers_answers_about_compilation_are_found(monkeypatch, launch_w
 )
 def test_cuda_graphs_use_one_micro_batch(mode, argv, device_type, expected):
     """Only where inductor records them: on CUDA, in the modes that do."""
-    config, machine = config_of(*argv), Machine(device_type, launcher_mode=mode)
+    config = config_of(*argv)
+    machine = Machine(device_type, launcher_mode=mode)
     assert micro_batch_sizes(config, machine) == expected
     assert smaller_micro_batches(config, expected[0], machine) == expected[1:]
 
@@ -77,7 +78,8 @@ def test_each_mode_compiles_to_the_same_function(launch_with, backend, mode):
     dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     module = LanguageModelingLoss(GPT2LMHeadModel(GPT2Config(**shape, **dropout)), 64)
     config = config_of("--dynamo_backend", backend)
-    compiled, rows = parallelize(copy.deepcopy(module), config, Accelerator(cpu=True), None), torch.randint(64, (4, 9))
+    compiled = parallelize(copy.deepcopy(module), config, Accelerator(cpu=True), None)
+    rows = torch.randint(64, (4, 9))
     losses = []
     for some_module in (module, compiled):
         loss = some_module(rows[:, :-1], rows[:, 1:])["loss"]

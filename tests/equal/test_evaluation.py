@@ -67,10 +67,12 @@ def score_slowly(run, rows: np.ndarray, split: PackedSplit) -> dict[str, float]:
     A character of a byte-level token stands for a byte. A separator of documents is no text. Bits per byte are bits
     per token of text, over the bytes of a token in the whole split.
     """
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(run).eval(), AutoTokenizer.from_pretrained(run)
+    model = AutoModelForCausalLM.from_pretrained(run).eval()
+    tokenizer = AutoTokenizer.from_pretrained(run)
     text = [token for token in split._tokens(0, split.starts[-1]).tolist() if token != tokenizer.eos_token_id]
     bytes_per_token = sum(map(len, tokenizer.convert_ids_to_tokens(text))) / len(text)
-    losses, is_text = [], []
+    losses = []
+    is_text = []
     for row in torch.from_numpy(rows):
         with torch.no_grad():
             logits = model(input_ids=row[None, :-1]).logits[0]
@@ -161,8 +163,11 @@ def one_token_at_a_time(model_dir, text_file, context: int, stride: int) -> tupl
     Token number t of a document (from 0) is scored in window max(0, ceil((t + 1 - context) / stride)), which ends
     with its last target and holds the `context` tokens before that.
     """
-    model, tokenizer = GPT2LMHeadModel.from_pretrained(model_dir).eval(), AutoTokenizer.from_pretrained(model_dir)
-    total, num_tokens, texts = 0.0, 0, [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
+    model = GPT2LMHeadModel.from_pretrained(model_dir).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    total = 0.0
+    num_tokens = 0
+    texts = [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
     for text in texts:
         ids = tokenizer.encode(text, split_special_tokens=True)
         for t, token in enumerate(ids):
@@ -244,7 +249,8 @@ def test_tasks_have_the_scores_of_lm_evals_own_command(evaluate, tokenizer_dir, 
 
 def test_a_task_on_examples_of_the_hub_names_them():
     config = {"dataset_path": "Rowan/hellaswag", "dataset_kwargs": None}
-    counts, scores = {"effective": 9, "original": 10_042}, {"acc,none": 0.3, "acc_stderr,none": "N/A", "alias": "x"}
+    counts = {"effective": 9, "original": 10_042}
+    scores = {"acc,none": 0.3, "acc_stderr,none": "N/A", "alias": "x"}
     found = {"results": {"hellaswag": scores}, "configs": {"hellaswag": config}, "versions": {"hellaswag": 1.0}}
     with mock.patch("lm_eval.simple_evaluate", lambda *_, **__: found | {"n-samples": {"hellaswag": counts}}):
         (values,) = score_tasks("model", ["hellaswag"], None).values()

@@ -47,7 +47,8 @@ def chat_tokenizer():
 @pytest.fixture(scope="module")
 def instruct(tmp_path_factory, chat_tokenizer):
     """A llama as others publish them."""
-    folder, tokenizer = tmp_path_factory.mktemp("models") / "instruct", chat_tokenizer
+    folder = tmp_path_factory.mktemp("models") / "instruct"
+    tokenizer = chat_tokenizer
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     shape |= {"vocab_size": 403, "max_position_embeddings": 64}
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -154,11 +155,13 @@ def test_documents_begin_as_the_model_expects(
     tmp_path, jsonl_file, instruct, train, capsys, source, is_tuned, has_bos
 ):
     """A fine-tuned model has its BOS before documents, a new model has none; exported tokenizers and prompts agree."""
-    data, run = tmp_path / "data", tmp_path / "run"
+    data = tmp_path / "data"
+    run = tmp_path / "run"
     command = [source, instruct, "--train_file", jsonl_file, "--output_dir", data]
     assert not run_script("scripts/prepare_data.py", *command)
     tokenizer = AutoTokenizer.from_pretrained(instruct)
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    bos = tokenizer.bos_token_id
+    eos = tokenizer.eos_token_id
     text = json.loads(jsonl_file.read_text().splitlines()[0])["text"]
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     expected = [bos, *ids, eos, bos] if has_bos else [*ids, eos]
@@ -186,7 +189,8 @@ def test_an_end_of_text_of_ones_own_is_that_of_the_exported_model(tmp_path, inst
     tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     run = tune(instruct, "--tokenizer_name", tmp_path / "tokenizer")
-    end, before = tokenizer.eos_token_id, config_of(instruct)
+    end = tokenizer.eos_token_id
+    before = config_of(instruct)
     assert f"{end}, not {before['eos_token_id']}" in read_words(capsys)
     assert config_of(run)["eos_token_id"] == end
     assert config_of(run)["bos_token_id"] == before["bos_token_id"]

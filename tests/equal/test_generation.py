@@ -52,7 +52,8 @@ NUM_NEW = BLOCK_SIZE - 10
 )
 def test_texts_within_the_context_are_those_of_generate(loaded, options):
     """The same seed gives the same tokens, for several samples at once, and the random state stays as it was."""
-    (model, tokenizer), before = loaded, torch.get_rng_state()
+    model, tokenizer = loaded
+    before = torch.get_rng_state()
     texts = generate_texts(model, tokenizer, "the cat", max_new_tokens=NUM_NEW, num_samples=3, seed=3, **options)
     assert torch.equal(torch.get_rng_state(), before)
     ids = tokenizer(["the cat"] * 3, return_tensors="pt").input_ids
@@ -69,14 +70,17 @@ def greedy(model_dir, prompt: str, count: int) -> list[int]:
 
     Once the text fills the context, the model sees only its second half, and continues.
     """
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_dir).eval(), AutoTokenizer.from_pretrained(model_dir)
+    model = AutoModelForCausalLM.from_pretrained(model_dir).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
     ids = tokenizer(prompt)["input_ids"] or [tokenizer.eos_token_id]
-    window, start = ids, len(ids)
+    window = ids
+    start = len(ids)
     for _ in range(count):
         window = window[-(BLOCK_SIZE // 2) :] if len(window) >= BLOCK_SIZE else window
         with torch.no_grad():
             token = int(model(torch.tensor([window])).logits[0, -1].argmax())
-        ids, window = [*ids, token], [*window, token]
+        ids = [*ids, token]
+        window = [*window, token]
     return ids[start:]
 
 
@@ -91,9 +95,11 @@ def test_a_text_beyond_the_context_goes_on_from_its_last_half(model_dir, loaded,
 def test_a_text_ends_at_each_end_that_the_model_names(model_dir, tmp_path, at_least):
     """Chat models have one that ends a turn besides the tokenizer's. It is not part of the text, nor streamed."""
     shutil.copytree(model_dir, tmp_path / "chat")
-    tokenizer, tokens = AutoTokenizer.from_pretrained(model_dir), greedy(model_dir, "the cat", 80)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    tokens = greedy(model_dir, "the cat", 80)
     end = next(i for i, token in enumerate(tokens) if i >= at_least and token not in tokens[:i])
-    path, pieces = tmp_path / "chat" / "generation_config.json", []
+    path = tmp_path / "chat" / "generation_config.json"
+    pieces = []
     path.write_text(json.dumps({"eos_token_id": [tokenizer.eos_token_id, tokens[end]]}))
     chat = load_model(tmp_path / "chat", "cpu")
     texts = generate_texts(*chat, "the cat", max_new_tokens=80, num_samples=2, **GREEDY)
@@ -135,9 +141,11 @@ def test_the_first_space_is_kept_and_pieces_are_whole_characters(prompt, expecte
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, limit_alphabet=20)
     backend.train_from_iterator(make_documents(60), trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
-    ids, written = tokenizer(expected)["input_ids"], tokenizer(prompt)["input_ids"]
+    ids = tokenizer(expected)["input_ids"]
+    written = tokenizer(prompt)["input_ids"]
     assert ids[: len(written)] == written
-    model, pieces = Writer(GPT2Config(vocab_size=len(tokenizer), n_layer=1, n_embd=8, n_head=1)).eval(), []
+    model = Writer(GPT2Config(vocab_size=len(tokenizer), n_layer=1, n_embd=8, n_head=1)).eval()
+    pieces = []
     model.wanted = [*ids[len(written) :], tokenizer.eos_token_id]
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     (text,) = generate_texts(model, tokenizer, prompt, stream=pieces.append)
@@ -147,7 +155,8 @@ def test_the_first_space_is_kept_and_pieces_are_whole_characters(prompt, expecte
 
 def test_the_prompt_gets_no_special_tokens(model_dir, loaded):
     """A tokenizer that appends an end-of-text token would make the model start a new document."""
-    closing, options = AutoTokenizer.from_pretrained(model_dir), {"max_new_tokens": 9, **GREEDY}
+    closing = AutoTokenizer.from_pretrained(model_dir)
+    options = {"max_new_tokens": 9, **GREEDY}
     end = [("<|endoftext|>", 0)]
     closing.backend_tokenizer.post_processor = TemplateProcessing("$A <|endoftext|>", special_tokens=end)
     assert closing("the cat")["input_ids"][-1] == 0
@@ -200,7 +209,8 @@ def test_a_dialog_goes_on_with_its_turns(chat_dir, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\nwhile rain\n"))
     options = ["--interactive", "--max_new_tokens", 5, "--temperature", 0]
     assert not run_script("scripts/generate_text.py", "--model", chat_dir, *options)
-    turns, chat = [], pipeline("text-generation", model=str(chat_dir))
+    turns = []
+    chat = pipeline("text-generation", model=str(chat_dir))
     for line in ("the cat", "while rain"):
         turns = chat([*turns, {"role": "user", "content": line}], max_new_tokens=5, do_sample=False)[0][
             "generated_text"
@@ -252,7 +262,8 @@ def test_a_sample_during_training_is_that_of_the_saved_model(in_training, option
 def test_a_sample_of_a_chat_model_answers_the_prompt(in_training, chat_dir):
     model, _ = in_training()
     tokenizer = AutoTokenizer.from_pretrained(chat_dir)
-    turns, options = [{"role": "user", "content": "the cat"}], {"max_new_tokens": 64}
+    turns = [{"role": "user", "content": "the cat"}]
+    options = {"max_new_tokens": 64}
     model.resize_token_embeddings(len(tokenizer))
     answers = generate_texts(model.eval(), tokenizer, turns, seed=1, **options)
     assert [sample_text(model, tokenizer, "the cat", 1, len(tokenizer))] == [
@@ -276,7 +287,8 @@ def test_a_sample_leaves_no_trace(in_training, options):
             model(ids, labels=ids, use_cache=False).loss.backward()
         return model.transformer.wte.weight.grad.clone()
 
-    before, gradient_before = trace(), gradient()
+    before = trace()
+    gradient_before = gradient()
     with torch.autocast("cpu", torch.bfloat16):
         sample_text(model, tokenizer, "the cat", 1, len(tokenizer))
     with pytest.raises(ValueError):
@@ -287,7 +299,8 @@ def test_a_sample_leaves_no_trace(in_training, options):
 
 def test_neither_a_sample_nor_the_step_after_it_compiles_the_model_again(in_training):
     model, tokenizer = in_training()
-    compiled, module = [], LanguageModelingLoss(model, len(tokenizer))
+    compiled = []
+    module = LanguageModelingLoss(model, len(tokenizer))
     module.compile(backend=lambda graph, inputs: compiled.append(graph) or graph, dynamic=False, fullgraph=True)
     ids = torch.randint(len(tokenizer), (2, BLOCK_SIZE))
     for _ in range(2):

@@ -86,7 +86,8 @@ def test_an_output_layer_with_most_of_the_products_is_named():
 
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "qwen3"])
 def test_initial_weights_do_not_depend_on_the_padding(model_type):
-    padded, plain = tiny(model_type)[2], tiny(model_type, options=["--pad_vocab_to_multiple_of", "1"])[2]
+    padded = tiny(model_type)[2]
+    plain = tiny(model_type, options=["--pad_vocab_to_multiple_of", "1"])[2]
     assert (padded.config.vocab_size, plain.config.vocab_size) == (512, 500)
     for name, tensor in plain.state_dict().items():
         assert torch.equal(padded.state_dict()[name][: len(tensor)], tensor), name
@@ -98,7 +99,8 @@ def test_initial_weights_do_not_depend_on_the_padding(model_type):
 )
 def test_compiled_attention_is_causal_without_a_mask(model_type, switches):
     """The single graph calls sdpa once per layer with is_causal=True and no mask, as the flash kernels require."""
-    module, graphs = LanguageModelingLoss(tiny(model_type, options=switches)[2], 500).train(), []
+    module = LanguageModelingLoss(tiny(model_type, options=switches)[2], 500).train()
+    graphs = []
 
     def capture(graph_module, example_inputs):
         graphs.append(graph_module)
@@ -116,10 +118,12 @@ def test_compiled_attention_is_causal_without_a_mask(model_type, switches):
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "qwen3"])
 def test_a_bf16_residual_stream_only_adds_rounding(model_type):
     """Under autocast, each block returns bf16, and loss and gradients stay close to those of an fp32 stream."""
-    losses, gradients = [], []
+    losses = []
+    gradients = []
     rows = torch.randint(0, 500, (3, BLOCK_SIZE + 1))
     for options, dtype in (([], torch.float32), (["--bf16_residual"], torch.bfloat16)):
-        model, seen = tiny(model_type, options=options)[2], set()
+        model = tiny(model_type, options=options)[2]
+        seen = set()
         for block in model.transformer.h if model_type == "gpt2" else model.base_model.layers:
             block.register_forward_hook(lambda m, i, output, seen=seen: seen.add(output[0].dtype))
         with torch.autocast("cpu", torch.bfloat16):
@@ -171,7 +175,8 @@ def test_loss_and_gradients_are_torchs_cross_entropy_of_the_stock_model(
     Evaluation returns the nats of each target, in fp32 without smoothing, and 0 where a target does not count.
     """
     model, stock = tiny_and_stock(tmp_path, model_type, attention)
-    module, (input_ids, targets) = LanguageModelingLoss(model, 500, label_smoothing, num_chunks).train(), make_rows()
+    module = LanguageModelingLoss(model, 500, label_smoothing, num_chunks).train()
+    input_ids, targets = make_rows()
     monkeypatch.setattr("recipe.model.loss.MOST_LOGITS", targets.numel() * module.num_logits // num_pieces)
     if backend:
         module.compile(backend=backend, fullgraph=True, dynamic=False)
@@ -188,7 +193,8 @@ def test_loss_and_gradients_are_torchs_cross_entropy_of_the_stock_model(
     assert model.get_input_embeddings().weight.grad[EOS].any()  # its embedding is trained, not treated as padding
     nothing = torch.full_like(targets, IGNORE_INDEX)
     assert module(input_ids, nothing)["loss"].item() == 0  # not NaN
-    found, expected = module.eval()(input_ids, targets), F.cross_entropy(logits, targets.flatten(), reduction="none")
+    found = module.eval()(input_ids, targets)
+    expected = F.cross_entropy(logits, targets.flatten(), reduction="none")
     assert found["losses"].dtype == torch.float32
     torch.testing.assert_close(found["losses"].flatten(), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found["loss"], expected.sum() / (targets >= 0).sum(), rtol=1e-6, atol=1e-6)
@@ -198,7 +204,8 @@ def test_loss_and_gradients_are_torchs_cross_entropy_of_the_stock_model(
 @pytest.mark.parametrize(("label_smoothing", "autocast"), [(0.0, False), (0.1, False), (0.1, True)])
 def test_the_padding_has_no_part_in_the_loss(label_smoothing, autocast):
     """Real logits are near -35, as in OpenAI's GPT-2: padding of any size gets no probability and no gradient."""
-    model, (input_ids, targets) = tiny()[2], make_rows()
+    model = tiny()[2]
+    input_ids, targets = make_rows()
     with torch.no_grad():
         model.transformer.ln_f.weight.fill_(0.1)
         model.transformer.ln_f.bias.fill_(1.0)
@@ -227,7 +234,8 @@ def test_the_saved_model_is_stock_and_keeps_every_weight(tmp_path, model_type, t
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    embeddings, output = loaded.get_input_embeddings().weight, loaded.get_output_embeddings().weight
+    embeddings = loaded.get_input_embeddings().weight
+    output = loaded.get_output_embeddings().weight
     assert loaded.config.vocab_size == len(embeddings) == len(output) == 500
     assert (embeddings is output) is tied
     assert loaded.generation_config.eos_token_id == EOS
@@ -306,7 +314,8 @@ def test_a_small_copy_shows_whether_a_model_would_be_trained_right(model_type, s
     """The random state stays as it was."""
     if model_type not in CONFIG_MAPPING:
         pytest.skip("the installed Transformers does not have it")
-    before, refusal = torch.get_rng_state(), ""
+    before = torch.get_rng_state()
+    refusal = ""
     try:
         check_model(CONFIG_MAPPING[model_type](**shape), "sdpa")
     except UserError as error:
@@ -316,7 +325,8 @@ def test_a_small_copy_shows_whether_a_model_would_be_trained_right(model_type, s
     assert torch.equal(torch.get_rng_state(), before)
 
 
-THETA, LINEAR = {"rope_theta": 1e5}, {"rope_type": "linear", "factor": 2.0}
+THETA = {"rope_theta": 1e5}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
 NEOX = {"rotary_emb_base": 1e5, "rotary_pct": 0.5, "rope_scaling": None}
 
 

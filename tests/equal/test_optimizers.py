@@ -55,7 +55,8 @@ def test_which_parameters_decay(optim, model_config):
     """AdamW decays all matrices and embeddings. Muon decays the blocks' matrices only, with c_attn as three."""
     module, optimizer = build(optim, "--weight_decay", "0.3", model_config=model_config)
     names = {p: name for name, p in module.named_parameters()}
-    decays, pieces = {}, {}
+    decays = {}
+    pieces = {}
     for group in optimizer.param_groups:
         decays |= {names[p]: group["weight_decay"] for p in group["params"]}
         pieces |= {names[p]: count for p, (count, _) in zip(group["params"], group.get("matrices", ()), strict=False)}
@@ -88,9 +89,11 @@ def test_bad_gradients_change_nothing(optim, bad):
 
     def run(steps):
         reset_accelerate()
-        accelerator, noise = Accelerator(cpu=True), noise_of(0)
+        accelerator = Accelerator(cpu=True)
+        noise = noise_of(0)
         module, optimizer = build(optim)
-        guard, counts = UpdateGuard(accelerator), []
+        guard = UpdateGuard(accelerator)
+        counts = []
         for value in steps:
             set_gradients(module, noise, value)
             norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])
@@ -110,7 +113,8 @@ def test_bad_gradients_change_nothing(optim, bad):
 def test_the_host_decides_where_a_fused_kernel_ignores_bad_gradients():
     """On MPS: the loop does not call the optimizer, which would write NaN into every weight."""
     reset_accelerate()
-    guard, (_, optimizer) = UpdateGuard(Accelerator(cpu=True)), build("adamw_torch_fused")
+    guard = UpdateGuard(Accelerator(cpu=True))
+    _, optimizer = build("adamw_torch_fused")
     guard.accelerator = SimpleNamespace(device=SimpleNamespace(type="mps"), scaler=None)
     assert not guard.allows(optimizer, torch.ones(()), torch.tensor(math.nan))
     assert not hasattr(optimizer, "found_inf")
@@ -122,10 +126,12 @@ def test_the_host_decides_where_a_fused_kernel_ignores_bad_gradients():
 def test_fp16_overflow_is_not_a_bad_step(optim):
     """torch's scaler halves its scale, and the update is skipped. A bad loss or a scale below 1 counts."""
     reset_accelerate()
-    accelerator, (module, optimizer) = Accelerator(cpu=True), build(optim, **NARROW)
+    accelerator = Accelerator(cpu=True)
+    module, optimizer = build(optim, **NARROW)
     accelerator.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.ones(()))  # creates the scale
-    guard, weight = UpdateGuard(accelerator), module.model.transformer.wpe.weight
+    guard = UpdateGuard(accelerator)
+    weight = module.model.transformer.wpe.weight
 
     def changes(gradient, loss=1.0):
         """Take a step and return whether it changes the weights."""
@@ -158,13 +164,15 @@ def test_what_adamw_updates_follows_torchs_adamw(optim):
     The matrices of 8-bit AdamW are within 3% after 30 steps (measured: at most 1.9%; up to 11% without weight decay).
     """
     module, optimizer = build(optim, "--weight_decay", "1")
-    start, reference = copy.deepcopy(dict(module.named_parameters())), copy.deepcopy(module)
+    start = copy.deepcopy(dict(module.named_parameters()))
+    reference = copy.deepcopy(module)
     decay = 0.0 if optim == "muon" else 1.0
     groups = [
         {"params": [p for p in reference.parameters() if p.dim() >= 2], "weight_decay": decay},
         {"params": [p for p in reference.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    expected, noise = torch.optim.AdamW(groups, 0.003, (0.9, 0.95), 1e-8, fused=True), noise_of(1)
+    expected = torch.optim.AdamW(groups, 0.003, (0.9, 0.95), 1e-8, fused=True)
+    noise = noise_of(1)
     for step in range(30):
         for group in (*optimizer.param_groups, *expected.param_groups):
             group["lr"] = 0.003 if step % 2 else 0.002
@@ -229,7 +237,8 @@ def test_muon_is_the_published_update(monkeypatch, model_config, stack_values, f
             if optimizer.state[p]:
                 optimizer.state[p]["step"].fill_(t)
             for i, gradient in enumerate(p.grad.double().chunk(pieces[name], 1)):
-                weight, momentum = expected[name][i], momenta[name][i]
+                weight = expected[name][i]
+                momentum = momenta[name][i]
                 momentum.mul_(mu).add_(gradient)
                 update = orthogonalize_by_svd(mu * momentum + gradient)
                 rows, columns = weight.shape

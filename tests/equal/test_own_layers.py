@@ -56,7 +56,9 @@ def test_the_run_resumes_and_its_model_is_tuned(train, run, tmp_path):
 def test_checkpoints_and_exports_bring_the_code_which_runs_only_if_asked(run, tmp_path):
     """In a process that does not know the class: generated, evaluated and exported with --trust_remote_code."""
     (tmp_path / "a.txt").write_text("".join(make_documents(3)))
-    trusted, text, out = ["--trust_remote_code"], ["--text_file", f"{tmp_path}/a.txt"], f"{tmp_path}/out"
+    trusted = ["--trust_remote_code"]
+    text = ["--text_file", f"{tmp_path}/a.txt"]
+    out = f"{tmp_path}/out"
     calls = [
         ("generate_text", run, []),
         ("generate_text", run / "checkpoint-2", trusted),

@@ -34,7 +34,8 @@ def plain_loop(dataset, steps: int, initial: dict) -> tuple[list[float], list[fl
     plain = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8)
-    losses, norms = [], []
+    losses = []
+    norms = []
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = 0.003 * min(step / 2, 1.0)

@@ -101,7 +101,8 @@ def test_any_machine_reaches_the_peak_and_the_end(kind, arguments, end, warmup, 
     """If only the time is limited, the warm-up takes at most a fifth of it, and the last rate is the final one."""
     arguments = re.sub("num_decay_steps=(..)", r"num_decay_steps=0.\1", arguments)  # a share: there are no steps
     config = config_of(kind, "--max_minutes", 5, "--warmup_steps", warmup, arguments=arguments)
-    schedule, batch = plan_schedule(config, 1), config.global_batch_size
+    schedule = plan_schedule(config, 1)
+    batch = config.global_batch_size
     rates = [learning_rate_scale(schedule, step * batch, step / num_steps) for step in range(num_steps + 1)]
     peak = rates.index(max(rates))
     assert rates[peak] > 0.85
@@ -125,7 +126,8 @@ def clock(monkeypatch):
     An evaluation has nine batches. The first of them compiles, and so does the first step.
     """
 
-    clock, seconds_left = SimpleNamespace(now=1000.0, step_seconds=1.0), {True: COMPILATION, False: COMPILATION}
+    clock = SimpleNamespace(now=1000.0, step_seconds=1.0)
+    seconds_left = {True: COMPILATION, False: COMPILATION}
 
     def read():
         clock.now += 1e-6
@@ -185,7 +187,8 @@ def test_a_time_limited_run_ends_on_time_with_its_decay_complete(
 
 def test_the_progress_of_a_time_limited_run_never_falls():
     """What it reserves for its end is that of its first evaluation, without the batch that compiles."""
-    schedule, state = plan_schedule(config_of("linear", "--max_minutes", 1), 1), RunState()
+    schedule = plan_schedule(config_of("linear", "--max_minutes", 1), 1)
+    state = RunState()
     shares = []
 
     def evaluate(seconds, warm_seconds):
@@ -195,7 +198,8 @@ def test_the_progress_of_a_time_limited_run_never_falls():
 
     state.begin_stage(32, "")
     evaluate(20.0, 1.0)
-    state.setup_seconds, state.step = state.seconds, 10
+    state.setup_seconds = state.seconds
+    state.step = 10
     shares.append(measure_progress(schedule, state))
     state.seconds += 17.5  # of 60 - 20 - 2 - CLOSING_SECONDS
     shares.append(measure_progress(schedule, state))

@@ -62,8 +62,10 @@ def test_transformers_4_loads_what_this_one_exports(transformers4, exported):
     report = json.loads(result.stdout.splitlines()[-1])
     assert report["version"].startswith("4.")
     for folder in exported:
-        tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-        ids, found = tokenizer(TEXT)["input_ids"][:32], report["found"][str(folder)]
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        ids = tokenizer(TEXT)["input_ids"][:32]
+        found = report["found"][str(folder)]
         assert found["ids"] == ids
         assert set(found["special"]) == set(tokenizer.all_special_tokens)
         rows = torch.tensor([ids])

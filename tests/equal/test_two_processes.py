@@ -174,7 +174,8 @@ def test_a_stage_has_the_same_examples_and_the_same_best_model_in_every_layout(t
 
 def test_each_of_two_processes_resumes_with_its_own_random_numbers(two_processes):
     """The runs are equal bit for bit, with dropout."""
-    whole, resumed = two_processes / "ddp dropout", two_processes / "ddp dropout, resumed"
+    whole = two_processes / "ddp dropout"
+    resumed = two_processes / "ddp dropout, resumed"
     assert values_of(resumed, "loss") == values_of(whole, "loss", after=2)
     assert read_weights(resumed) == read_weights(whole)
 

@@ -31,8 +31,7 @@ TRAIN = "recipe/train.py"
 PROGRAM = r"(?:recipe|scripts)/[\w/]+\.py"
 TAKES_A_RUN = "sweep|plan_run|run_ladder|peers"  # these programs accept the options of a run, too
 LAUNCHER = {name.lstrip("-") for action in launch_command_parser()._actions for name in action.option_strings}
-OTHER_PROGRAMS = {"account", "dist", "dry_run", "gpus_per_node", "index_url", "max_iters", "nodes", "outfile", "outtype"}
-OTHER_PROGRAMS |= {"partition", "task"}
+OTHER_PROGRAMS = {"dist", "dry_run", "index_url", "max_iters", "outfile", "outtype", "task"}
 # A card that stands for each class of memory. An L4, A10 and A10G have less than other cards of 24 GB.
 CARDS = {"8 GB": "rtx3070", "12 GB": "rtx3060", "16 GB": "t4", "24 GB": "rtx4090", "40 GB": "a100-40gb"}
 CARDS |= {"80 GB": "a100-80gb", "141 GB": "h200", "10 to 16 GB": "rtx3080", "8 to 12 GB": "rtx3070"}
