@@ -18,7 +18,8 @@ def build_profiler(run: Run, log: RunLog) -> contextlib.AbstractContextManager:
     It profiles three steps of the main process, and writes a trace for Perfetto and chrome://tracing into the run's
     folder. Writing takes seconds, which do not count in the speed.
     """
-    after, accelerator = run.config.profile, log.accelerator
+    after = run.config.profile
+    accelerator = log.accelerator
     if after is None or not accelerator.is_main_process:
         return contextlib.nullcontext()
 
