@@ -129,8 +129,8 @@ class CommandLine(argparse.ArgumentParser):
 def read_value(name: str, text: str) -> Any:
     """Convert the text of a value, wherever it is written, to the option's type: `off` is False, "no" or "false".
 
-    Raises `UserError` for a mapping or a path that cannot be read. Any other text that is no value of the option is
-    returned as it is, and `check_value` refuses it.
+    Raises `UserError` for a mapping or a path that cannot be read. Any other text that is not a value of the option is
+    returned as it is, and refused when the options are checked.
     """
     truth = TRUTH.get(text.lower())
     if name in ALIASES:

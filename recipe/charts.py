@@ -49,8 +49,10 @@ def save_loss_chart(events: list[dict[str, Any]], path: Path, title: str) -> Non
     with open_chart(path, title, "loss in nats per token, over tokens seen", 4.2) as axes:
         if later and max(losses) - min(losses) > 2 * (max(later) - min(later)) > 0:
             margin = 0.06 * (max(later) - min(later))
-            axes.set_ylim(min(losses) - margin, max(later) + margin)
-            train, validation = ([p for p in points if p[1] <= max(later) + margin] for points in (train, validation))
+            highest = max(later) + margin
+            axes.set_ylim(min(losses) - margin, highest)
+            train = [point for point in train if point[1] <= highest]
+            validation = [point for point in validation if point[1] <= highest]
         for name, points, style in (
             ("training", train, {"color": COLORS["orange"], "linewidth": 2.5 if len(train) < 500 else 1.2}),
             ("validation", validation, {"color": COLORS["blue"], **dots}),

@@ -83,7 +83,7 @@ class RunState:
     initial: dict[str, Any] = field(default_factory=dict)  # the evaluation before the first step of the stage
     losses: dict[str, float] = field(default_factory=dict)  # validation losses of this stage; keys: steps as text
     train_seconds: float = 0.0  # without evaluation and saving
-    memory: dict[str, Any] = field(default_factory=dict)  # `MemoryPlan.options`, which a resumed run keeps if they fit
+    memory: dict[str, Any] = field(default_factory=dict)  # micro-batch, ..., which a resumed run keeps if they fit
     hardware: dict[str, Any] = field(default_factory=dict)  # precision, compilation, ..., which a resumed run keeps
     stages: list[Stage] = field(default_factory=list)  # the last one is current
     # Not in checkpoints:
@@ -251,8 +251,14 @@ def read_state(directory: Path) -> SavedState:
         content["stages"] = [Stage(**stage) for stage in content["stages"]]
         state = RunState(**{name: content[name] for name in SAVED})
         schedule = Schedule(**content["schedule"])
-        rest = (content[name] for name in ("identity", "mixed_precision", "num_processes", "scaler"))
-        saved = SavedState(state, schedule, *rest)
+        saved = SavedState(
+            state=state,
+            schedule=schedule,
+            identity=content["identity"],
+            mixed_precision=content["mixed_precision"],
+            num_processes=content["num_processes"],
+            scaler=content["scaler"],
+        )
         check_types(saved, state, schedule, *state.stages)
         return saved
     except Exception as error:  # missing, not JSON, or of another version

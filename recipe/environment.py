@@ -63,7 +63,8 @@ def read_cgroups(controller: str, name: str, root: Path = CGROUPS, own: Path = O
             top = root if number == "0" else root / controllers
             top = top if top.is_dir() else root / controller
             # In a container, `group` may be the name outside, and `top` the container's own group.
-            folders = [top / group.lstrip("/"), *(top / group.lstrip("/")).parents]
+            innermost = top / group.lstrip("/")
+            folders = [innermost, *innermost.parents]
             files = [folder / name for folder in folders[: folders.index(top) + 1]]
             texts += [file.read_text().strip() for file in files if file.is_file()]
     return texts

@@ -48,9 +48,9 @@ def main() -> int:
     """Train. Returns the exit status: 0, or 75 if a signal stopped the run and the same command resumes it."""
     # ------------------------------------------------------------------ set-up
     requested, recipe, notes = load_config()  # defaults < recipe < command line
-    start = open_run(requested, recipe, notes)  # look, decide_start: the folder, and the checkpoint to begin with
+    start = open_run(requested, recipe, notes)  # decides on the folder, and on the checkpoint to begin with
     dataset = open_dataset(start)  # the main process prepares text first
-    run = resolve_run(start, dataset)  # measure, decide_run: length, schedule, what every `auto` means on this machine
+    run = resolve_run(start, dataset)  # measures; decides on length, schedule, what every `auto` means on this machine
     accelerator = build_accelerator(run.config, start.output_dir, run.choices)
 
     model = build_model(run.config, run.model.config, start.base_model)  # a stock GPT2LMHeadModel

@@ -98,7 +98,7 @@ def find_text(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> T
         return open_packed_dataset(args.dataset_dir, choose_context(args.model, num_positions, None)[1])
     if not (args.model / CONFIG_NAME).is_file():
         raise UserError(f"{args.model} is not the folder of a run; pass --text_file or --dataset_dir")
-    return open_dataset_for(load_config(["--config", str(args.model / CONFIG_NAME)])[0])
+    return open_dataset_for(load_config(["--config", str(args.model / CONFIG_NAME)]).config)
 
 
 def print_row(

@@ -43,7 +43,8 @@ def main() -> None:
     if args.num_samples == 1:
         options["stream"] = lambda text: print(show(text), end="", flush=True)
     turns: Turns | None = [] if args.interactive and tokenizer.chat_template else None
-    for index, prompt in enumerate(ask() if args.interactive else [args.prompt]):
+    prompts = ask() if args.interactive else [args.prompt]
+    for index, prompt in enumerate(prompts):
         head = prompt if turns is None else ""  # an answer does not begin with the question
         if turns is not None:
             turns.append({"role": "user", "content": prompt})

@@ -281,14 +281,15 @@ def list_shapes(options: list[str]) -> list[Planned]:
     """Return the runs of the shapes that fit into this machine's memory, with what `auto` becomes here."""
     shapes = []
     for shape in SHAPES:
-        config = load_config([*options, *shape_options(*shape)])[0]
+        config = load_config([*options, *shape_options(*shape)]).config
         if config.optim != "muon" or config.model_name_or_path or config.model_type not in (None, "gpt2"):
             known = "GPT-2 with --optim muon, from random weights; use the demo, or --config gpt2_124m_fast"
             raise UserError(f"--minutes knows the learning rates of {known}")
         planned = add_model(config)
         machine, choices = choose_here(planned)
         planned = planned._replace(config=apply_choices(config, choices, machine))
-        if shapes and not plan_memory(*planned[:2], machine, measure_usable_bytes(find_device(), 1)):
+        usable = measure_usable_bytes(find_device(), 1)
+        if shapes and not plan_memory(planned.config, planned.model_config, machine, usable):
             break
         shapes.append(planned)
     return shapes
@@ -391,7 +392,7 @@ def load_run(recipe: str | None, options: list[str]) -> Planned:
     is_assumed = bool(recipe and text and not named & {"tokenizer_name", "tokenizer_vocab_size", "model_name_or_path"})
     if is_assumed:
         text += ["--tokenizer_vocab_size", str(GPT2_VOCAB_SIZE)]
-    return add_model(load_config([*options, *text])[0], is_assumed)
+    return add_model(load_config([*options, *text]).config, is_assumed)
 
 
 def add_model(config: TrainConfig, is_assumed: bool = False) -> Planned:

@@ -210,8 +210,14 @@ def train_recipe(options: list[str]) -> dict[str, Any]:
 
 def run_program(command: list[str]) -> None:
     """Run a Python program. Raises `UserError` with its last line if it fails."""
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
-    result = subprocess.run([sys.executable, *command], check=False, **options)
+    result = subprocess.run(
+        [sys.executable, *command],
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
     if result.returncode != 0:
         raise UserError((result.stdout.strip() or "it printed nothing").splitlines()[-1])
 
@@ -344,7 +350,7 @@ def draw(path: Path, machine: str, entries: list[dict]) -> None:
 
 def resolve(options: list[str]) -> TrainConfig:
     """Return the options with what this machine and the data decide."""
-    config = load_config(options)[0]
+    config = load_config(options).config
     if config.model_type not in (None, "gpt2"):
         raise UserError(f"the ladder measures GPT-2, but {config.model_type} was chosen")
     if len(config.dataset_dir or ()) > 1:

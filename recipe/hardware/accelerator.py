@@ -54,7 +54,7 @@ def find_machine(device: torch.device, num_processes: int = 1, **known: Any) -> 
 def measure_open(
     config: TrainConfig, machine: Machine, device: torch.device, model_config: PreTrainedConfig
 ) -> Measured | None:
-    """Time what `choose` needs for the choices that are still open; None if none is. model_config: padded."""
+    """Time what decides the choices that are still open; None if none is. model_config: padded."""
     settled = settle(config, machine)
     precisions = to_measure(settled, machine)
     if not precisions:

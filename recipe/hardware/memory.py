@@ -151,7 +151,7 @@ def plan_memory(
 ) -> MemoryPlan | None:
     """Return the fastest options that fit into `usable_bytes`, by estimate, or None if none do.
 
-    config: from `apply_choices`; what is not `auto` in it is kept. model_config: with the padded vocabulary.
+    config: with the choices for the device; what is not `auto` stays. model_config: with the padded vocabulary.
     usable_bytes: of the device, without what other programs use; a margin is left.
     """
     plans = list_plans(config, model_config, machine, usable_bytes)
@@ -295,13 +295,16 @@ def estimate_parts(
         logits = max(logits + 4 * head, 12 * head)
     again = temporary + (block + casts if plan.activation_checkpointing else 0)
     if sharding is None:
-        # A compiled backward returns all gradients at once, next to those of earlier micro-batches and DDP's buckets.
         num_shards = 1
         root = 0
         gathered = 0
         parts = 0
-        accumulates = plan.micro_batch_size * num_processes < config.global_batch_size
-        kept = 4 * num_parameters * (accumulates + (num_processes > 1))
+        kept = 0
+        if plan.micro_batch_size * num_processes < config.global_batch_size:  # gradients of earlier micro-batches
+            kept += 4 * num_parameters
+        if num_processes > 1:  # DDP's buckets
+            kept += 4 * num_parameters
+        # A compiled backward returns all gradients at once, next to those that are kept.
         new = 4 * num_parameters if compiled or not kept else 0
     else:
         # Not sharded: the parameters outside the blocks, at the end twice their gradients, and in a block's backward

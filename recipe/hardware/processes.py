@@ -131,7 +131,7 @@ def on_all_processes(function: Callable[[], T]) -> T:
 
 
 def check_same_run(identity: dict) -> None:
-    """Raise `UserError` if the processes were started with different options or data. identity: `run_identity`."""
+    """Raise `UserError` if the processes were started with different options or data, which `identity` holds."""
     main, *others = gather(identity)
     for rank, other in enumerate(others, start=1):
         different = [key for key in main if other.get(key) != main[key]]

@@ -199,9 +199,10 @@ def check_folder(requested: TrainConfig, folder: Folder, named: Named | None) ->
     is_same = requested.resume_from_checkpoint == "auto" or (named is not None and named.place in own)
     other = "choose another --output_dir" + (f" to begin with {named.text}" if named else "")
     if folder.steps and not is_same:
-        options = {"config": folder.path / CONFIG_NAME, "output_dir": folder.path, "resume_from_checkpoint": "auto"}
+        config = folder.path / CONFIG_NAME
+        again = shell_command(config=config, output_dir=folder.path, resume_from_checkpoint="auto")
         what = f"{folder.path} contains a run, up to {os.path.basename(str(newest))}"
-        raise UserError(f"{what}; continue it ({shell_command(**options)}), delete the folder, or {other}")
+        raise UserError(f"{what}; continue it ({again}), delete the folder, or {other}")
     if not folder.steps and folder.has_ended and is_same:
         raise UserError(f"the run in {folder.path} has ended, and left no checkpoint; delete the folder, or {other}")
     if not folder.steps and folder.left and not is_same:
@@ -314,7 +315,7 @@ def decide_run(
 ) -> Run:
     """Resolve the length of the run and every `auto`. Raises `UserError` if run and checkpoint do not belong together.
 
-    usable_bytes: the memory of each process. rates: measured here, for the choices that `settle` leaves open.
+    usable_bytes: the memory of each process. rates: measured here, for the choices that nothing else decides.
     """
     requested = start.requested
     saved = start.saved
@@ -326,7 +327,8 @@ def decide_run(
     stage_start = 0
     if state.stages:
         stage_start = state.examples if begins_stage else state.stage.examples
-    position = state.step, state.examples, saved.schedule if saved else None, state.progress, stage_start
+    before = saved.schedule if saved else None
+    position = (state.step, state.examples, before, state.progress, stage_start)
     num_steps = plan_schedule(requested, data.num_rows, *position).max_steps
     schedule = plan_schedule(fit_warmup(requested, num_steps, start.typed_options), data.num_rows, *position)
     changes = check_identity(start, differing, schedule) if saved else {}

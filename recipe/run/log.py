@@ -258,10 +258,16 @@ class RunLog:
         max_steps = self.config.max_steps
         progress = max(state.progress, state.step / (max_steps or math.inf))  # the first: before the step
         if self.bar is None:
-            layout = "{desc} {elapsed}<{remaining}{postfix}"
-            options = {"total": 1.0, "initial": progress, "bar_format": layout, "dynamic_ncols": True}
-            options["delay"] = 1e-9  # or the bar appears before its numbers are set
-            self.bar = tqdm(disable=not self.enabled, smoothing=0.1, **options, **progress_target())
+            self.bar = tqdm(
+                total=1.0,
+                initial=progress,
+                bar_format="{desc} {elapsed}<{remaining}{postfix}",
+                dynamic_ncols=True,
+                smoothing=0.1,
+                delay=1e-9,  # or the bar appears before its numbers are set
+                disable=not self.enabled,
+                **progress_target(),
+            )
         is_known = max_steps and not self.config.max_minutes
         steps = f"{state.step:,}/{max_steps:,}" if is_known else f"{state.step:,}, {progress:.0%}"
         self.bar.set_description_str(steps, refresh=False)
@@ -345,7 +351,6 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 def describe_progress(values: dict[str, Any], total_bytes: int) -> list[str]:
     """Return the numbers of a log line, the most important ones first. total_bytes: the memory of the device."""
-    used, peak = (values[name] / total_bytes for name in ("memory_bytes", "peak_memory_bytes"))
     parts = [f"loss {values['loss']:.3f}", f"lr {values['learning_rate']:.1e}", f"norm {values['grad_norm']:.2f}"]
     if values["skipped_steps"]:
         parts.append(f"skipped updates {values['skipped_steps']:,}")
@@ -362,6 +367,8 @@ def describe_progress(values: dict[str, Any], total_bytes: int) -> list[str]:
         parts.append(f"{values['mfu']:.0%} MFU")
     if "loss_scale" in values:
         parts.append(f"scale {values['loss_scale']:,.0f}")
+    used = values["memory_bytes"] / total_bytes
+    peak = values["peak_memory_bytes"] / total_bytes
     return [*parts, f"{used:.0%} of {total_bytes / 1e9:.0f} GB, peak {peak:.0%}"]
 
 

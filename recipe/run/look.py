@@ -82,7 +82,7 @@ def claim_folder(requested: TrainConfig, recipe: str) -> Path:
 
 
 def find_run_folder(path: Path) -> Path | None:
-    """Return the folder of the run to which a path belongs: a run's folder, or a checkpoint inside of it."""
+    """Return the folder of the run to which a path belongs: a run's folder, or a checkpoint inside it."""
     if list_checkpoints(path):
         return path
     checkpoint = Path(os.path.realpath(path))

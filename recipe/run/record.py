@@ -43,8 +43,15 @@ def describe_run(run: Run, device: torch.device, model: PreTrainedModel, state: 
     }
     if config.streaming:  # only the head of the training text has been counted
         data["splits"].pop("train")
-    names = ("seed", "mixed_precision", "dynamo_backend", "attn_implementation", "optim")
-    names += ("per_device_train_batch_size", "gradient_accumulation_steps")
+    names = (
+        "seed",
+        "mixed_precision",
+        "dynamo_backend",
+        "attn_implementation",
+        "optim",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+    )
     return {
         "recipe": run.start.recipe,
         "command": shell_command(*sys.argv),

@@ -29,8 +29,7 @@ def show_start(log: RunLog, record: dict[str, Any], state: RunState, eval_rows: 
     saved = run.start.saved
     log.table(start_table(run, record, state, log.device, eval_rows))
     before = saved.mixed_precision if saved else None
-    now = {"run_id": state.run_id, "tokens_seen": state.tokens, "precision_before": before}
-    log.event("start", state.step, **now, **record)
+    log.event("start", state.step, run_id=state.run_id, tokens_seen=state.tokens, precision_before=before, **record)
     if before not in (None, config.mixed_precision):
         changed = " to ".join(in_words("precision", name) for name in (before, config.mixed_precision))
         log.say(f"warning: the precision changes from {changed} at step {state.step:,}")
@@ -86,7 +85,8 @@ def start_table(
         if choice.reason != ONE_PER_CPU
     }
     if device.type == "cuda" and rounds_products(device):
-        shown["precision"] += f"; {'TF32' if config.matmul_precision == 'high' else 'bf16'} for fp32 matmuls"
+        rounded = "TF32" if config.matmul_precision == "high" else "bf16"
+        shown["precision"] += f"; {rounded} for fp32 matmuls"
     shown["attention"] = describe_attention(config, run.model.config, run.choices, device)
     if config.deterministic:
         shown["precision"] += "; deterministic algorithms"

@@ -137,14 +137,16 @@ def resumable(run: Run) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         mark_resumable(False)
-        free = {"per_device_train_batch_size": "auto", "gradient_accumulation_steps": None}
-        requested = dataclasses.replace(run.start.requested, **free)
+        requested = dataclasses.replace(
+            run.start.requested, per_device_train_batch_size="auto", gradient_accumulation_steps=None
+        )
         smaller = smaller_micro_batches(requested, run.plan.micro_batch_size, run.start.machine)
         remedy = REMEDY
         if smaller:  # which does not change the examples of a step
             folder = run.start.output_dir
-            options = {"output_dir": folder, "resume_from_checkpoint": "auto"}
             how = "continues from the newest checkpoint" if list_checkpoints(folder) else "starts again"
-            again = shell_command(per_device_train_batch_size=smaller[0], **options)
+            again = shell_command(
+                per_device_train_batch_size=smaller[0], output_dir=folder, resume_from_checkpoint="auto"
+            )
             remedy = f"the same command with {again} {how}"
         raise UserError(f"out of memory; {remedy}") from error

@@ -113,8 +113,14 @@ def run_stage(command: list[str], deadline: float) -> dict:
 
 
 def start(command: list[str]) -> subprocess.Popen:
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, **pipes, start_new_session=True)
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def wait(process: subprocess.Popen, deadline: float) -> dict:

@@ -172,7 +172,7 @@ def start_nanogpt(source: Path, dataset: PackedDataset, run: dict[str, Any], fol
 
 def main() -> None:
     args, options = parse()
-    config = load_config(options)[0]
+    config = load_config(options).config
     dataset = open_dataset_for(config)
     model_config = build_model_config(config, padded_vocab_size(dataset.vocab_size, 128), 0)
     device = find_device()
