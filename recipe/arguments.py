@@ -74,16 +74,21 @@ class CommandLine(argparse.ArgumentParser):
 
         With all options, --help has sections, and a switch may take a BOOL; in a script, that could be an argument.
         """
-        names = [*names]
-        group, is_whole = self, names == [*OPTIONS]
+        names = list(names)
+        is_whole = names == list(OPTIONS)
+        group = self
         for name in names:
-            marks, kind, choices = OPTIONS[name].metadata, KINDS[name], CHOICES[name]
+            marks = OPTIONS[name].metadata
+            kind = KINDS[name]
+            choices = CHOICES[name]
             if is_whole and "section" in marks:
                 group = self.add_argument_group(marks["section"])
             text = marks["help"].replace("%", "%%")
-            shown = {bool: "BOOL", int: "N", float: "N"}.get(kind, f"{{{','.join(choices)}}}" if choices else "VALUE")
+            shown = f"{{{','.join(choices)}}}" if choices else "VALUE"
+            shown = {bool: "BOOL", int: "N", float: "N"}.get(kind, shown)
             if len(shown) > SHOWN_CHOICES:
-                shown, text = "NAME", f"{text} One of {', '.join(choices)}."
+                shown = "NAME"
+                text += f" One of {', '.join(choices)}."
             reads: dict[str, Any] = {"type": functools.partial(read_value, name), "metavar": shown}
             if name in LISTS:
                 reads["nargs"] = "+"
@@ -91,17 +96,26 @@ class CommandLine(argparse.ArgumentParser):
                 reads = {"action": "store_true"}
             elif kind is bool or "alone" in marks:
                 reads |= {"nargs": "?", "const": marks.get("alone", True)}
-            group.add_argument(f"--{name}", **{"default": DEFAULTS[name], "help": text, **reads, **kwargs})
-            for alias, (_, value) in marks.get("aliases", {}).items() if is_whole else ():
-                reads = {"type": functools.partial(read_value, alias), "nargs": "?", "const": "true"}
-                reads |= {"metavar": "BOOL", "default": argparse.SUPPRESS, "help": f"Sets {name} to {value}."}
-                group.add_argument(f"--{alias}", **reads)
+            reads = {"default": DEFAULTS[name], "help": text, **reads, **kwargs}
+            group.add_argument(f"--{name}", **reads)
+            aliases = marks.get("aliases", {}) if is_whole else {}
+            for alias, (_, value) in aliases.items():
+                group.add_argument(
+                    f"--{alias}",
+                    type=functools.partial(read_value, alias),
+                    nargs="?",
+                    const="true",
+                    metavar="BOOL",
+                    default=argparse.SUPPRESS,
+                    help=f"Sets {name} to {value}.",
+                )
 
     def parse_with_run_options(self) -> tuple[argparse.Namespace, list[str]]:
         """Return the script's options, and recipe/train.py's as typed. Raises `UserError` for any other."""
         args, options = self.parse_known_args()
         for text in options:
-            if (name := LONG_OPTION.match(text)) and name[0][2:] not in OPTIONS.keys() | ALIASES.keys():
+            name = LONG_OPTION.match(text)
+            if name and name[0][2:] not in OPTIONS.keys() | ALIASES.keys():
                 raise UserError(unknown_option(text, [*vars(args), *OPTIONS]))
         return args, options
 
@@ -115,8 +129,8 @@ class CommandLine(argparse.ArgumentParser):
 def read_value(name: str, text: str) -> Any:
     """Convert the text of a value, wherever it is written, to the option's type: `off` is False, "no" or "false".
 
-    Raises `UserError` for a mapping or a path that cannot be read. Any other text that is no value of the option is
-    returned as it is, and `check_value` refuses it.
+    Raises `UserError` for a mapping or a path that cannot be read. Any other text that is not a value of the option is
+    returned as it is, and refused when the options are checked.
     """
     truth = TRUTH.get(text.lower())
     if name in ALIASES:
@@ -130,7 +144,8 @@ def read_value(name: str, text: str) -> Any:
     for choice in CHOICES[name]:
         if choice == text.lower() or (truth is not None and TRUTH.get(choice) is truth):
             return choice
-    if (kind := KINDS[name]) is bool:
+    kind = KINDS[name]
+    if kind is bool:
         return text if truth is None else truth
     try:
         return kind(text)
@@ -157,7 +172,8 @@ def as_path(text: str) -> str:
     Raises `UserError` if the home folder is unknown.
     """
     if HOME.search(text):
-        if (home := os.path.expanduser("~")) == "~":
+        home = os.path.expanduser("~")
+        if home == "~":
             raise UserError(f"the home folder in {text} is unknown; set HOME, or write the whole path")
         text = HOME.sub(lambda _: home.rstrip("/"), text) or "/"
     return text
@@ -171,8 +187,12 @@ def underscored(argv: list[str]) -> list[str]:
 def shell_command(*words: object, **options: object) -> str:
     """Return a command, or the end of one, as a shell reads it. options: {name: value}; True is the option alone."""
     for name, value in options.items():
-        joined = value is True or str(value).startswith("-")  # argparse takes such a value for an option
-        words += (f"--{name}" + f"={value}" * (value is not True),) if joined else (f"--{name}", value)
+        if value is True:
+            words += (f"--{name}",)
+        elif str(value).startswith("-"):  # argparse takes such a value for an option
+            words += (f"--{name}={value}",)
+        else:
+            words += (f"--{name}", value)
     return shlex.join(map(str, words))
 
 

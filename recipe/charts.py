@@ -1,4 +1,4 @@
-"""Draw the loss curve of a run. Other charts build on `open_chart`, too.
+"""Draw the loss curve of a run. Other charts have the same frame.
 
 A chart is a PNG file, 1,140 pixels wide, with an opaque background; shown 380 pixels wide, as on a phone, its type is
 11 pixels high. matplotlib is imported when a chart is drawn, because that takes half a second.
@@ -9,10 +9,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-WIDTH, HEADER, DPI = 7.6, 0.95, 150  # inches, inches, pixels per inch
-# GitHub's own colors.
-COLORS = {"page": "#ffffff", "text": "#1f2328", "muted": "#59636e", "grid": "#e4e8ec"}
-COLORS |= {"blue": "#0969da", "orange": "#d15704", "gray": "#b9c1ca"}
+WIDTH = 7.6  # inches
+HEADER = 0.95  # inches
+DPI = 150
+COLORS = {  # GitHub's own
+    "page": "#ffffff",
+    "text": "#1f2328",
+    "muted": "#59636e",
+    "grid": "#e4e8ec",
+    "blue": "#0969da",
+    "orange": "#d15704",
+    "gray": "#b9c1ca",
+}
 LINE_STYLES = ("-", "--", ":", "-.")
 
 
@@ -32,7 +40,8 @@ def save_loss_chart(events: list[dict[str, Any]], path: Path, title: str) -> Non
         return [(event["tokens_seen"], event["loss"]) for event in chosen if event["loss"] is not None]
 
     evaluations = [event for event in events if event["event"] == "eval"]
-    train, validation = points_of([event for event in events if event["event"] == "train"]), points_of(evaluations)
+    train = points_of([event for event in events if event["event"] == "train"])
+    validation = points_of(evaluations)
     dots = {"marker": "o", "markersize": max(4, min(13, 260 / max(1, len(validation)))), "linestyle": ""}
     last = max(train + validation, default=(1, 0))[0]
     losses = [loss for _, loss in train + validation]
@@ -40,20 +49,23 @@ def save_loss_chart(events: list[dict[str, Any]], path: Path, title: str) -> Non
     with open_chart(path, title, "loss in nats per token, over tokens seen", 4.2) as axes:
         if later and max(losses) - min(losses) > 2 * (max(later) - min(later)) > 0:
             margin = 0.06 * (max(later) - min(later))
-            axes.set_ylim(min(losses) - margin, max(later) + margin)
-            train, validation = ([p for p in points if p[1] <= max(later) + margin] for points in (train, validation))
+            highest = max(later) + margin
+            axes.set_ylim(min(losses) - margin, highest)
+            train = [point for point in train if point[1] <= highest]
+            validation = [point for point in validation if point[1] <= highest]
         for name, points, style in (
             ("training", train, {"color": COLORS["orange"], "linewidth": 2.5 if len(train) < 500 else 1.2}),
             ("validation", validation, {"color": COLORS["blue"], **dots}),
         ):
-            axes.plot(
-                *(zip(*points, strict=True) if points else ((), ())), label=name, clip_on=False, zorder=3, **style
-            )
+            x = [tokens for tokens, _ in points]
+            y = [loss for _, loss in points]
+            axes.plot(x, y, label=name, clip_on=False, zorder=3, **style)
         for number, (key, name) in enumerate(name_parts(events).items()):
             points = points_of([e | {"loss": e["mixture"][key]["loss"]} for e in evaluations if "mixture" in e])
             points = [point for point in points if point[1] <= axes.get_ylim()[1]]
             style = {"color": COLORS["muted"], "linestyle": LINE_STYLES[number % 4], "linewidth": 2}
-            axes.plot(*zip(*points, strict=True), label=name.rpartition("/")[2], **style) if points else None
+            if points:
+                axes.plot(*zip(*points, strict=True), label=name.rpartition("/")[2], **style)
         end = events[-1]["step"] if events[-1]["event"] == "end" else None  # of the best model, if that is earlier
         best = points_of([event for event in evaluations if event["step"] == end])
         newest = (validation or train)[-1:]
@@ -75,7 +87,7 @@ def open_chart(path: Path, title: str, subtitle: str, height: float, columns: in
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     style: dict[Any, Any] = {"font.size": 16, "text.color": COLORS["text"], "grid.color": COLORS["grid"]}
-    style |= {"axes.axisbelow": True}
+    style["axes.axisbelow"] = True
     with rc_context(style):
         height += HEADER
         layout = ConstrainedLayoutEngine(rect=(0.015, 0.01, 0.97, 1 - HEADER / height))

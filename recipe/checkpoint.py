@@ -48,8 +48,10 @@ from recipe.optim.guard import UpdateGuard
 from recipe.optim.schedule import Schedule
 
 STATE_VERSION = 1  # of training_state.json
-STATE_NAME, OPTIMIZER_NAME = "training_state.json", "optimizer.pt"
-RNG_NAME, MANIFEST_NAME = "rng.pt", "manifest.json"
+STATE_NAME = "training_state.json"
+OPTIMIZER_NAME = "optimizer.pt"
+RNG_NAME = "rng.pt"
+MANIFEST_NAME = "manifest.json"
 LARGEST_NUMBER = 2**63  # of what training_state.json counts
 NEEDED = (STATE_NAME, OPTIMIZER_NAME, RNG_NAME, WEIGHTS_NAME)  # without which no checkpoint is whole
 
@@ -77,12 +79,12 @@ class RunState:
     progress: float = 0.0  # from 0 to 1
     decay_start: int | None = None  # the step before which `warmup_stable_decay` did not decay yet
     patience_start: int = 0  # the step after which evaluations count for `early_stopping_patience`
-    position: Sequence[int] | None = None  # in streamed text, see `Position` in recipe/data/stream.py
+    position: Sequence[int] | None = None  # in streamed text: a window, and an example in it
     initial: dict[str, Any] = field(default_factory=dict)  # the evaluation before the first step of the stage
     losses: dict[str, float] = field(default_factory=dict)  # validation losses of this stage; keys: steps as text
     train_seconds: float = 0.0  # without evaluation and saving
-    memory: dict[str, Any] = field(default_factory=dict)  # `MemoryPlan.options`, which a resumed run keeps if they fit
-    hardware: dict[str, Any] = field(default_factory=dict)  # `describe_choices` of recipe/hardware/choices.py
+    memory: dict[str, Any] = field(default_factory=dict)  # micro-batch, ..., which a resumed run keeps if they fit
+    hardware: dict[str, Any] = field(default_factory=dict)  # precision, compilation, ..., which a resumed run keeps
     stages: list[Stage] = field(default_factory=list)  # the last one is current
     # Not in checkpoints:
     saved_step: int | None = None  # of the newest checkpoint in the run's folder, maybe still being written
@@ -111,7 +113,10 @@ class RunState:
         """Switch to other data, from its first example. Losses on the old data no longer count."""
         tokens = self.tokens if self.stages else 0
         self.stages = [*self.stages, Stage(block_size, content_sha256, self.step, self.examples, tokens)]
-        self.position, self.losses, self.evaluations, self.patience_start = None, {}, {}, self.step
+        self.position = None
+        self.losses = {}
+        self.evaluations = {}
+        self.patience_start = self.step
 
     def add_evaluation(self, values: dict[str, Any]) -> None:
         """Add the evaluation of this step. A loss that is not finite counts as infinite."""
@@ -137,7 +142,7 @@ class SavedState:
 
     state: RunState
     schedule: Schedule
-    identity: dict[str, Any]  # what else a run that resumes must share: `run_identity` of recipe/run/decide.py
+    identity: dict[str, Any]  # what else a run that resumes must share: data, tokenizer, model, options
     mixed_precision: str
     num_processes: int
     scaler: dict[str, Any] | None
@@ -162,7 +167,10 @@ def mark_resumable(is_resumable: bool) -> None:
     survives a later kill. A deliberate end of the run removes it.
     """
     if path := os.environ.get("RESUMABLE_FILE"):
-        Path(path).touch() if is_resumable else Path(path).unlink(missing_ok=True)
+        if is_resumable:
+            Path(path).touch()
+        else:
+            Path(path).unlink(missing_ok=True)
 
 
 def checkpoint_dir(output_dir: Path, step: int) -> Path:
@@ -176,7 +184,8 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
     """
     paths = {}
     for path in sorted(output_dir.glob("*checkpoint-*")):  # a hidden name comes before the other
-        if (name := re.fullmatch(r"checkpoint-(\d+)|\.checkpoint-(\d+)\.replaced", path.name)) and path.is_dir():
+        name = re.fullmatch(r"checkpoint-(\d+)|\.checkpoint-(\d+)\.replaced", path.name)
+        if name and path.is_dir():
             paths[int(name[1] or name[2])] = path
     return [paths[step] for step in sorted(paths)]
 
@@ -208,7 +217,8 @@ def why_damaged(directory: Path) -> str | None:
             path = directory / name
             if expected is None or path.parent != directory or not path.is_file():
                 return f"{name} is missing"
-            if (size := path.stat().st_size) != expected["bytes"]:
+            size = path.stat().st_size
+            if size != expected["bytes"]:
                 return f"{name} has {size} bytes instead of {expected['bytes']}"
             if _sha256(path) != expected["sha256"]:
                 return f"{name} has changed: its SHA-256 differs"
@@ -239,9 +249,16 @@ def read_state(directory: Path) -> SavedState:
         if content.get("version") != STATE_VERSION:
             raise UserError(f"it has version {content.get('version')}, not {STATE_VERSION}")
         content["stages"] = [Stage(**stage) for stage in content["stages"]]
-        state, schedule = RunState(**{name: content[name] for name in SAVED}), Schedule(**content["schedule"])
-        rest = (content[name] for name in ("identity", "mixed_precision", "num_processes", "scaler"))
-        saved = SavedState(state, schedule, *rest)
+        state = RunState(**{name: content[name] for name in SAVED})
+        schedule = Schedule(**content["schedule"])
+        saved = SavedState(
+            state=state,
+            schedule=schedule,
+            identity=content["identity"],
+            mixed_precision=content["mixed_precision"],
+            num_processes=content["num_processes"],
+            scaler=content["scaler"],
+        )
         check_types(saved, state, schedule, *state.stages)
         return saved
     except Exception as error:  # missing, not JSON, or of another version
@@ -253,8 +270,10 @@ def check_types(*records: Any) -> None:
     for record in records:
         for name, hint in get_type_hints(type(record)).items():
             value = getattr(record, name)
-            kinds = [get_origin(kind) or kind for kind in (get_args(hint) if isinstance(hint, UnionType) else [hint])]
-            kinds += [int] if float in kinds else []
+            hints = get_args(hint) if isinstance(hint, UnionType) else [hint]
+            kinds = [get_origin(kind) or kind for kind in hints]
+            if float in kinds:
+                kinds.append(int)
             numbers = list(value.values()) if name in ("losses", "initial") and isinstance(value, dict) else []
             is_valid = isinstance(value, tuple(kinds)) and all(isinstance(n, (int, float, NoneType)) for n in numbers)
             numbers += [value]
@@ -266,7 +285,9 @@ def check_types(*records: Any) -> None:
 
 def load_checkpoint(directory: Path, contents: CheckpointContents) -> RunState:
     """Load a checkpoint into `contents`. Returns the run's state."""
-    loaded, optimizer, device = read_state(directory), contents.optimizer, contents.accelerator.device
+    loaded = read_state(directory)
+    optimizer = contents.optimizer
+    device = contents.accelerator.device
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     try:
         load_weights(contents.model, directory, contents.model_config.vocab_size)
@@ -331,7 +352,9 @@ class CheckpointSaver:
         if self.finish(state):  # waits without the time limit that the collectives below have
             return
         gc.collect()  # garbage collection is off during training
-        started_at, accelerator, contents = time.perf_counter(), self.contents.accelerator, self.contents
+        started_at = time.perf_counter()
+        contents = self.contents
+        accelerator = contents.accelerator
         rng = dict(enumerate(gather(get_rng_state(accelerator.device))))
         state.saved_step = state.step
         # Tensor by tensor, so that no device holds more than one whole tensor at a time.
@@ -433,12 +456,14 @@ class CheckpointSaver:
     def _wait_for_export(self) -> None:
         export, self.pending_export = self.pending_export, None
         try:
-            _ = export and export.result()
+            if export is not None:
+                export.result()
         except UserError as error:
             self.on_failure("a model with a lower loss", error)  # a later evaluation may try again
 
     def _export(self, step: int, loss: float, weights: dict[str, torch.Tensor]) -> None:
-        contents, header = self.contents, {"step": str(step), "eval_loss": repr(loss)}
+        contents = self.contents
+        header = {"step": str(step), "eval_loss": repr(loss)}
         try:
             write_model(contents.model, contents.model_config, contents.files, weights, self.output_dir, header)
             self.has_exported = True
@@ -493,7 +518,11 @@ def remove_checkpoint(directory: Path) -> None:
 def clean_checkpoints(output_dir: Path) -> None:
     """Restore or remove what is left of a process that was killed while saving."""
     for path in output_dir.glob(".*.replaced"):
-        if not (final := output_dir / path.stem[1:]).exists():
+        final = output_dir / path.stem[1:]
+        if not final.exists():
             path.rename(final)
     for path in (*output_dir.glob(".*.partial"), *output_dir.glob(".*.replaced")):
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)

@@ -92,7 +92,8 @@ def load_config(argv: list[str] | None = None) -> Request:
         parser.print_help()
         parser.exit()
     values, notes = merge(values, unified(typed))
-    if missing := [name for name, value in values.items() if is_missing(value)]:
+    missing = [name for name, value in values.items() if is_missing(value)]
+    if missing:
         count = len(values["dataset_dir"]) if "dataset_dir" in missing else 1
         how = f" ({count} datasets, in the order of its card)" if count > 1 else ""
         raise UserError(f"the author of {recipe} had this only locally; pass your own --{', --'.join(missing)}{how}")
@@ -110,11 +111,13 @@ def merge(recipe: dict[str, Any], typed: dict[str, Any]) -> tuple[dict[str, Any]
     Besides, config_overrides join, a run of another length warms up for the same share of it, unless it has more
     steps, and the positions of a model bound the length of rows.
     """
-    values, notes = dict(recipe), []
+    values = dict(recipe)
+    notes = []
     own: dict[str, Any] = {**DEFAULTS, "model_type": "gpt2", **recipe}
 
     def is_other(name: str) -> bool:
-        before, now = own[name], typed.get(name)
+        before = own[name]
+        now = typed.get(name)
         if now is None or is_missing(before):  # "???" asks for a value
             return False
         if name in DATA_SOURCES and recipe.keys().isdisjoint(DATA_SOURCES):  # a recipe for any text
@@ -126,7 +129,8 @@ def merge(recipe: dict[str, Any], typed: dict[str, Any]) -> tuple[dict[str, Any]
     for name in filter(is_other, CHOSEN_FOR):
         for chosen in CHOSEN_FOR[name]:
             values.pop(chosen, None)
-    steps, warmup = own["max_steps"] or 0, own["warmup_steps"]
+    steps = own["max_steps"] or 0
+    warmup = own["warmup_steps"]
     if "max_steps" in typed and (typed["max_steps"] or 0) < steps and 1 <= warmup < steps:
         values["warmup_steps"] = warmup / steps
     values |= typed
@@ -136,7 +140,9 @@ def merge(recipe: dict[str, Any], typed: dict[str, Any]) -> tuple[dict[str, Any]
         overrides = {key: value for key, value in overrides.items() if key.endswith(("_pdrop", "dropout"))}
     values["config_overrides"] = overrides | typed.get("config_overrides", {}) or None
 
-    rate, decay, default = own["learning_rate"], own["weight_decay"], DEFAULTS["weight_decay"]
+    rate = own["learning_rate"]
+    decay = own["weight_decay"]
+    default = DEFAULTS["weight_decay"]
     optim = values.get("optim", DEFAULTS["optim"])
     chosen_for = own["optim"] if is_other("optim") else DEFAULTS["optim"]
     if family(optim) != family(chosen_for):
@@ -144,7 +150,8 @@ def merge(recipe: dict[str, Any], typed: dict[str, Any]) -> tuple[dict[str, Any]
         require("learning_rate" in values, need)
         if "weight_decay" not in values and decay != default:
             notes.append(f"weight_decay is {default:g}, the default, because {decay:g} was chosen for {chosen_for}")
-    before, now = (width_of(shape["config_overrides"] or {}) for shape in (own, values))
+    before = width_of(own["config_overrides"] or {})
+    now = width_of(values["config_overrides"] or {})
     if None not in (before, now) and before != now and "learning_rate" in recipe.keys() - typed.keys():
         notes.append(f"learning_rate {rate:g} was chosen for a width of {before}, not {now}; wider needs a lower rate")
 
@@ -189,12 +196,14 @@ def unified(values: dict[str, Any]) -> dict[str, Any]:
         if (name, value) != ("max_steps", -1):
             check_value(name, value)
             own[name] = value
-    steps, epochs = own.get("max_steps"), own.get("num_train_epochs")
+    steps = own.get("max_steps")
+    epochs = own.get("num_train_epochs")
     problem = "max_steps and num_train_epochs both set the length of the run; keep only one of them"
     require(not (steps and epochs), problem)
     if not own.keys().isdisjoint(LENGTHS):
         own["max_steps"] = steps
-    rows, times = own.get("per_device_train_batch_size"), own.get("gradient_accumulation_steps")
+    rows = own.get("per_device_train_batch_size")
+    times = own.get("gradient_accumulation_steps")
     if isinstance(rows, int) and times and "global_batch_size" not in own:
         # Accumulation is derived from it, also when the run resumes on other devices.
         own |= {"global_batch_size": rows * times * count_processes(), "gradient_accumulation_steps": None}
@@ -213,10 +222,12 @@ def load_yaml(recipe: str) -> dict[str, Any]:
         path = fetch_recipe(*address.groups())
     if not path.is_file():
         hint = did_you_mean(path.stem, RECIPES, otherwise="pass a .yaml file, or a recipe")
-        raise UserError(f"there is no recipe {'file ' * is_file}'{recipe}'; {hint} (recipes: {', '.join(RECIPES)})")
+        what = "recipe file" if is_file else "recipe"
+        raise UserError(f"there is no {what} '{recipe}'; {hint} (recipes: {', '.join(RECIPES)})")
     try:
         text = path.read_text(encoding="utf-8")
-        content, typed = yaml.load(text, TextLoader), yaml.load(text, ScalarLoader)
+        content = yaml.load(text, TextLoader)
+        typed = yaml.load(text, ScalarLoader)
     except Exception as error:  # PyYAML's constructors raise any
         raise UserError(f"{recipe} is not valid YAML: {one_line(error)!r}") from error
     require(isinstance(content, dict), f"{recipe} must contain a mapping of options to values")

@@ -76,7 +76,8 @@ class TrainConfig:
     dataset_dir: list[str] | None = option(
         None,
         "Packed dataset written by scripts/prepare_data.py, or several to mix.",
-        *(NEEDED, PATH),
+        NEEDED,
+        PATH,
         section="Data: pass exactly one of dataset_dir, train_file and dataset_name",
     )
     dataset_weights: list[float] | None = option(
@@ -86,7 +87,8 @@ class TrainConfig:
         None,
         "Text: .txt, .md, .jsonl, .json, .csv, .parquet (also .gz, .zst, .bz2, .xz), folders, globs; or packed "
         "tokens: .bin of nanoGPT and llm.c.",
-        *(NEEDED, PATH),
+        NEEDED,
+        PATH,
     )
     validation_file: list[str] | None = option(
         None, "Validation text. Default: part of the training documents.", NEEDED, TEXT, PATH
@@ -279,7 +281,8 @@ class TrainConfig:
     hub_language: list[str] | None = option(None, "Languages of the text on the card, as ISO 639 codes: en de ...")
 
     def __post_init__(self):
-        if "none" in (trackers := (self.report_to or [])[::-1]):  # as in Trainer; it cancels the trackers before it
+        trackers = (self.report_to or [])[::-1]
+        if "none" in trackers:  # as in Trainer; it cancels the trackers before it
             object.__setattr__(self, "report_to", trackers[: trackers.index("none")][::-1] or None)
         if self.model_name_or_path and self.tokenizer_name is None:
             object.__setattr__(self, "tokenizer_name", self.model_name_or_path)
@@ -295,7 +298,10 @@ class TrainConfig:
 def _flat(kind: Any) -> list[Any]:
     """`int | Literal["auto"] | None` -> [int, "auto", NoneType]; `list[float]` -> [list, float]."""
     inner = [part for argument in get_args(kind) for part in _flat(argument)]
-    return [origin, *inner] if (origin := get_origin(kind)) in (list, dict) else inner or [kind]
+    origin = get_origin(kind)
+    if origin in (list, dict):
+        return [origin, *inner]
+    return inner or [kind]
 
 
 OPTIONS = {field.name: field for field in dataclasses.fields(TrainConfig)}
@@ -333,7 +339,8 @@ def may_come_from_hub(name: str, value: Any) -> bool:
     if name not in marked(NEEDED):
         return name in (*PUBLIC_OPTIONS, *marked(OF_HUB, RESULT))
     if name in LISTS:
-        return all(item == MISSING for item in (value if isinstance(value, list) else [value]))
+        items = value if isinstance(value, list) else [value]
+        return all(item == MISSING for item in items)
     return value in (MISSING, STANDARD_LIBRARY) or (isinstance(value, str) and hub_id(value) is not None)
 
 
@@ -360,7 +367,8 @@ def check_value(name: str, value: Any) -> None:
     elif isinstance(value, dict):
         require(all(isinstance(key, str) for key in value), f"the keys of {name} must be names, got {quote(value)}")
     else:
-        for item in value if isinstance(value, list) else [value]:
+        items = value if isinstance(value, list) else [value]
+        for item in items:
             require(item != "", f"{name} must not be empty; omit it to use the default")
             if not _is_valid(name, item):
                 raise UserError(f"{name} must be {_describe_values(name)}, got {quote(item)}")
@@ -369,17 +377,21 @@ def check_value(name: str, value: Any) -> None:
 def _is_valid(name: str, item: Any) -> bool:
     if isinstance(item, str):
         return item in CHOICES[name] or (KINDS[name] is str and not CHOICES[name])
-    bounds, infinity = OPTIONS[name].metadata, math.inf  # NaN is in no range
-    is_below = bounds.get("at_least", -infinity) <= item < bounds.get("below", infinity)
-    return is_below and item > bounds.get("above", -infinity)
+    bounds = OPTIONS[name].metadata
+    is_below = bounds.get("at_least", -math.inf) <= item < bounds.get("below", math.inf)  # NaN is in no range
+    return is_below and item > bounds.get("above", -math.inf)
 
 
 def _describe_values(name: str) -> str:
     """Return what an option may be: `auto or an integer of at least 1`."""
-    bounds, texts = OPTIONS[name].metadata, {"at_least": "of at least", "above": "greater than", "below": "less than"}
+    bounds = OPTIONS[name].metadata
+    texts = {"at_least": "of at least", "above": "greater than", "below": "less than"}
     limits = " and ".join(f"{text} {bounds[key]}" for key, text in texts.items() if key in bounds)
     kind = {bool: "true or false", int: "an integer", float: "a number"}.get(KINDS[name])
-    *others, last = [*CHOICES[name], *([f"{kind} {limits}".strip()] if kind else [])]
+    values = list(CHOICES[name])
+    if kind:
+        values.append(f"{kind} {limits}".strip())
+    *others, last = values
     return f"{', '.join(others)} or {last}" if others else last
 
 
@@ -395,7 +407,8 @@ def check_rules(config: TrainConfig) -> None:
     elif not config.tokenizer_name and not config.tokenizer_vocab_size:
         how = "--tokenizer_name DIR_OR_ID (GPT-2's: openai-community/gpt2), or --tokenizer_vocab_size N to train one"
         raise UserError(f"preparing text requires {how}")
-    if (weights := config.dataset_weights) is not None:
+    weights = config.dataset_weights
+    if weights is not None:
         require(config.dataset_dir, "--dataset_weights requires --dataset_dir")
         expected = f"one number for each --dataset_dir ({len(config.dataset_dir or ())}), not all of them 0"
         is_valid = len(weights) == len(config.dataset_dir or ()) and sum(weights) > 0
@@ -412,7 +425,8 @@ def check_rules(config: TrainConfig) -> None:
     require(not needs_folder, "--resume_from_checkpoint auto requires the --output_dir of the run to resume")
     evaluates = config.early_stopping_patience is None or config.eval_steps != 0
     require(evaluates, "--early_stopping_patience requires --eval_steps greater than 0")
-    if (loss := config.expected_loss) is not None:
+    loss = config.expected_loss
+    if loss is not None:
         *numbers, dataset, source = (loss.get(key) for key in EXPECTED_LOSS)
         is_valid = isinstance(dataset, str) and isinstance(source, str)
         is_valid = is_valid and all(isinstance(number, (int, float)) and number > 0 for number in numbers)
@@ -424,13 +438,14 @@ def check_rules(config: TrainConfig) -> None:
 
 def check_schedule(config: TrainConfig) -> None:
     """Raise `UserError` for arguments that the schedule does not take, or a length that leaves no room for it."""
-    kind, arguments = config.lr_scheduler_type, config.lr_scheduler_kwargs or {}
+    kind = config.lr_scheduler_type
+    arguments = config.lr_scheduler_kwargs or {}
     for name, value in arguments.items():
-        if (taker := SCHEDULE_ARGUMENTS.get(name)) != kind:
+        taker = SCHEDULE_ARGUMENTS.get(name)
+        if taker != kind:
             known = ", ".join(name for name, takes in SCHEDULE_ARGUMENTS.items() if takes == kind) or "no arguments"
-            raise UserError(
-                f"lr_scheduler_type {kind} takes no {name}; {f'{taker} does' if taker else f'it takes {known}'}"
-            )
+            hint = f"{taker} does" if taker else f"it takes {known}"
+            raise UserError(f"lr_scheduler_type {kind} takes no {name}; {hint}")
         if name == "decay_type":
             require(value in DECAY_TYPES, f"decay_type must be one of {', '.join(DECAY_TYPES)}, got {quote(value)}")
             continue
@@ -438,7 +453,8 @@ def check_schedule(config: TrainConfig) -> None:
         is_valid = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= most
         require(is_valid, f"{name} must be a number from 0 to {most:g}, got {quote(value)}")
     require(not {"min_lr", "min_lr_rate"} <= arguments.keys(), "pass min_lr or min_lr_rate, not both")
-    warmup, decay = config.warmup_steps, arguments.get("num_decay_steps", 0)
+    warmup = config.warmup_steps
+    decay = arguments.get("num_decay_steps", 0)
     if config.max_steps is None and (config.num_train_epochs is None or config.max_minutes is not None):
         how = (
             "--max_steps or --max_minutes" if config.streaming else "--max_steps, --num_train_epochs or --max_minutes"

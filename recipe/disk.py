@@ -25,7 +25,8 @@ def _warn(error: OSError, expected: set[int], path: Path, what: str, so: str) ->
     if error.errno not in expected:
         raise error
     folder = path if path.is_dir() else path.parent
-    if (key := (what, folder.stat().st_dev)) not in WARNED:
+    key = (what, folder.stat().st_dev)
+    if key not in WARNED:
         WARNED.add(key)
         print(f"warning: the file system of {folder} {what} ({error.strerror}); {so}", flush=True)
 
@@ -62,9 +63,11 @@ def flush(path: Path) -> None:
 def replaced(final: Path) -> Iterator[Path]:
     """Yield a hidden path at which to write a file, or a folder. It then replaces `final`, on disk and complete.
 
-    After an error, `final` stays as it is. After a kill, `list_checkpoints` and `clean_checkpoints` find what is left.
+    After an error, `final` stays as it is. After a kill, what is left has hidden names, from which the next start of a
+    run restores it.
     """
-    partial, before = (final.with_name(f".{final.name}.{word}") for word in ("partial", "replaced"))
+    partial = final.with_name(f".{final.name}.partial")
+    before = final.with_name(f".{final.name}.replaced")
     try:
         _delete(partial)
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -89,12 +92,16 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 
 def _delete(path: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def share(path: Path, other: Path) -> None:
     """Copy the mode of another file, which was created under the umask."""
-    if path.stat().st_mode == (mode := other.stat().st_mode):
+    mode = other.stat().st_mode
+    if path.stat().st_mode == mode:
         return
     try:
         path.chmod(mode & 0o777)

@@ -16,7 +16,8 @@ from recipe.errors import plural
 if TYPE_CHECKING:
     import torch  # the functions that need it import it: preparing data does not
 
-CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "evaluate", "tokenizers", "gigatoken")
 
 
@@ -43,25 +44,29 @@ def read_cpu_quotas(root: Path = CGROUPS, own: Path = OWN_CGROUPS) -> list[float
     quotas = []
     for text in read_cgroups("cpu", "cpu.max", root, own):  # v2: "200000 100000", or "max 100000"
         quota, _, period = text.partition(" ")
-        quotas += [float(quota) / float(period)] if quota.isdigit() else []
+        if quota.isdigit():
+            quotas.append(float(quota) / float(period))
     periods = read_cgroups("cpu", "cpu.cfs_period_us", root, own)
     for quota, period in zip(read_cgroups("cpu", "cpu.cfs_quota_us", root, own), periods, strict=True):  # v1; -1: none
-        quotas += [float(quota) / float(period)] if quota.isdigit() else []
+        if quota.isdigit():
+            quotas.append(float(quota) / float(period))
     return quotas
 
 
 def read_cgroups(controller: str, name: str, root: Path = CGROUPS, own: Path = OWN_CGROUPS) -> list[str]:
     """Return a file's content in each control group (v1, v2) of this process, innermost first: container, job, ..."""
     texts = []
-    for line in own.read_text().splitlines() if own.is_file() else ():
+    lines = own.read_text().splitlines() if own.is_file() else []
+    for line in lines:
         number, controllers, group = line.split(":", 2)  # "4:cpu,cpuacct:/docker/1f", or "0::/user.slice/x.scope" (v2)
         if number == "0" or controller in controllers.split(","):
             top = root if number == "0" else root / controllers
             top = top if top.is_dir() else root / controller
             # In a container, `group` may be the name outside, and `top` the container's own group.
-            folders = [top / group.lstrip("/"), *(top / group.lstrip("/")).parents]
-            folders = folders[: folders.index(top) + 1]
-            texts += [path.read_text().strip() for folder in folders if (path := folder / name).is_file()]
+            innermost = top / group.lstrip("/")
+            folders = [innermost, *innermost.parents]
+            files = [folder / name for folder in folders[: folders.index(top) + 1]]
+            texts += [file.read_text().strip() for file in files if file.is_file()]
     return texts
 
 
@@ -135,8 +140,8 @@ def describe_machine(environment: dict[str, Any]) -> str:
     """Return the hardware in a few words: `2 AMD EPYC cores`, `NVIDIA H200`."""
     if "cuda" in environment:
         return environment["device"]
-    name, num_cpus = re.sub(r"[(](R|TM)[)]| Processor| CPU.*", "", environment["device"]), environment["num_cpus"]
-    return plural(num_cpus, f"{name} core")
+    name = re.sub(r"[(](R|TM)[)]| Processor| CPU.*", "", environment["device"])
+    return plural(environment["num_cpus"], f"{name} core")
 
 
 def find_commit() -> str | None:
@@ -153,7 +158,8 @@ def find_commit() -> str | None:
     try:
         if Path(git("rev-parse", "--show-toplevel")) != root:  # installed into a folder of another checkout
             return None
-        return git("rev-parse", "HEAD") + "+" * bool(git("status", "--porcelain", "--untracked-files=no"))
+        changes = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + ("+" if changes else "")
     except (OSError, subprocess.SubprocessError):  # no git, or no checkout
         return None
 

@@ -19,7 +19,10 @@ FIXABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 TURN_SECONDS = 0.5  # a launcher looks every 0.1 s whether a process has ended (torch 2.13)
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 QUOTE = reprlib.Repr()
-QUOTE.maxlevel, QUOTE.maxdict, QUOTE.maxstring, QUOTE.maxother = 2, 8, 200, 200
+QUOTE.maxlevel = 2
+QUOTE.maxdict = 8
+QUOTE.maxstring = 200
+QUOTE.maxother = 200
 LOST_PEER = r"connection (was )?(likely )?(closed|reset|refused)|broken pipe|timed out|remote process exited"
 
 

@@ -13,7 +13,8 @@ MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
 PREFIXES = ("PMI_", "MPI_LOCAL", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "TORCHELASTIC_")  # of mpirun and torchrun
 ANSWERS = ("ACCELERATE_", "FSDP_")  # prefixes of the answers to `accelerate config`
 LAUNCHED = {"ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"}  # every launched process has one of them
-TRUE, FALSE = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")
+TRUE: tuple[str, ...] = ("1", "true", "yes", "on", "y", "t")
+FALSE: tuple[str, ...] = ("0", "false", "no", "off", "n", "f")
 NO_LAUNCHER = "or start with accelerate launch"
 
 
@@ -37,7 +38,8 @@ def is_of_a_launch(name: str) -> bool:
 def why_incomplete(environment: Mapping[str, str]) -> str | None:
     """Return why a process cannot find its place among the others, and what helps; None if it can."""
     for name in PLACE:
-        if not (text := environment.get(name, "0")).isdigit():
+        text = environment.get(name, "0")
+        if not text.isdigit():
             return f"{name} is '{text}', which is not a number; unset it, {NO_LAUNCHER}"
     for name, text in environment.items():
         if name.startswith("ACCELERATE_USE_") and text.lower() not in TRUE + FALSE:
@@ -47,7 +49,8 @@ def why_incomplete(environment: Mapping[str, str]) -> str | None:
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", *port) if name not in environment]
     several = on_cpu and count_processes(environment) > 1  # on a CPU, Accelerate needs no LOCAL_RANK for these
     if missing and ("LOCAL_RANK" in environment or several):
-        present, verb = "WORLD_SIZE" if several else "LOCAL_RANK", "is" if len(missing) == 1 else "are"
+        present = "WORLD_SIZE" if several else "LOCAL_RANK"
+        verb = "is" if len(missing) == 1 else "are"
         return f"{present} is set, but {', '.join(missing)} {verb} not; unset {present}, {NO_LAUNCHER}"
     if _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1 and count_processes(environment) == 1:
         remedy = "start one per machine, with accelerate launch (see scripts/slurm), or unset SLURM_STEP_NUM_TASKS"
@@ -57,11 +60,12 @@ def why_incomplete(environment: Mapping[str, str]) -> str | None:
 
 def why_alone(environment: Mapping[str, str], num_seen: int, has_gpu: bool) -> str | None:
     """Return why Accelerate (1.15) sees fewer processes than there are, and what helps; None if it sees all."""
-    if num_seen == (expected := count_processes(environment)):
+    expected = count_processes(environment)
+    if num_seen == expected:
         return None
     if "LOCAL_RANK" not in environment:
         return f"WORLD_SIZE is {expected}, but LOCAL_RANK is not set; unset WORLD_SIZE, {NO_LAUNCHER}"
-    seen = f"{num_seen}{'' if has_gpu else ' (no GPU was found)'}"
+    seen = f"{num_seen}" if has_gpu else f"{num_seen} (no GPU was found)"
     remedy = "on a CPU, use accelerate_configs/multi_cpu.yaml"
     return f"the launcher started {expected} processes but Accelerate sees {seen}; {remedy}"
 
@@ -111,6 +115,6 @@ def is_true(environment: Mapping[str, str], name: str) -> bool:
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
-    """Return a variable as a number, or the default if it is none, which `why_incomplete` reports."""
+    """Return a variable as a number, or the default if it is none."""
     text = environment.get(name, "")
     return int(text) if text.isdigit() else default

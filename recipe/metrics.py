@@ -10,15 +10,19 @@ import math
 from pathlib import Path
 from typing import Any
 
-METRICS_NAME, SUMMARY_NAME = "metrics.jsonl", "summary.json"
-CARD_NAME, CURVE_NAME = "README.md", "loss_curve.png"
+METRICS_NAME = "metrics.jsonl"
+SUMMARY_NAME = "summary.json"
+CARD_NAME = "README.md"
+CURVE_NAME = "loss_curve.png"
 RISES = 3  # evaluations in a row with a higher validation loss and a lower training loss
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
     """Read the events of metrics.jsonl, without lines that a kill or a full disk cut off."""
-    path, events = run_dir / METRICS_NAME, []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+    events = []
+    path = run_dir / METRICS_NAME
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    for line in lines:
         try:
             event = json.loads(line)
             events.append(event | {"event": str(event["event"]), "step": int(event["step"])})
@@ -52,9 +56,12 @@ def measure_speed(events: list[dict[str, Any]]) -> float:
     """
     laps = [event for event in events if event["event"] in ("start", "train")]
     pairs = [pair for pair in itertools.pairwise(laps) if all(event["event"] == "train" for event in pair)]
-    tokens, seconds = (sum(b[key] - a[key] for a, b in pairs) for key in ("tokens_seen", "train_seconds"))
+    tokens = sum(after["tokens_seen"] - before["tokens_seen"] for before, after in pairs)
+    seconds = sum(after["train_seconds"] - before["train_seconds"] for before, after in pairs)
+    if seconds > 0:
+        return tokens / seconds
     only = [lap["tokens_per_second"] for lap in laps if lap["event"] == "train"]
-    return tokens / seconds if seconds > 0 else only[-1] if only else 0.0
+    return only[-1] if only else 0.0
 
 
 def has_begun_to_diverge(events: list[dict[str, Any]]) -> bool:
@@ -75,16 +82,21 @@ def find_train_loss(events: list[dict[str, Any]]) -> float | None:
     events: the lines of metrics.jsonl. Each has the mean since the previous line or the start. A line that is not
     finite does not count, because one of its steps was skipped.
     """
-    total, num_steps, last = 0.0, 0, 0
+    total = 0.0
+    num_steps = 0
+    last = 0
     for event in events:
         if event["event"] == "eval":
-            total, num_steps = 0.0, 0
+            total = 0.0
+            num_steps = 0
         elif event["event"] == "start":
             last = event["step"]
         elif event["event"] == "train":
-            count, last = event["step"] - last, event["step"]
+            count = event["step"] - last
+            last = event["step"]
             if event["loss"] is not None:
-                total, num_steps = total + count * event["loss"], num_steps + count
+                total += count * event["loss"]
+                num_steps += count
     return total / num_steps if num_steps else None
 
 
@@ -99,7 +111,10 @@ def without_nan(values: Any) -> Any:
 
 def with_nan(values: dict[str, Any]) -> dict[str, Any]:
     """Undo `without_nan`: return the values with NaN in place of None, at any depth."""
-    return {
-        key: with_nan(value) if isinstance(value, dict) else math.nan if value is None else value
-        for key, value in values.items()
-    }
+    restored = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            restored[key] = with_nan(value)
+        else:
+            restored[key] = math.nan if value is None else value
+    return restored

@@ -48,18 +48,19 @@ def main() -> int:
     """Train. Returns the exit status: 0, or 75 if a signal stopped the run and the same command resumes it."""
     # ------------------------------------------------------------------ set-up
     requested, recipe, notes = load_config()  # defaults < recipe < command line
-    start = open_run(requested, recipe, notes)  # look, decide_start: the folder, and the checkpoint to begin with
+    start = open_run(requested, recipe, notes)  # decides on the folder, and on the checkpoint to begin with
     dataset = open_dataset(start)  # the main process prepares text first
-    run = resolve_run(start, dataset)  # measure, decide_run: length, schedule, what every `auto` means on this machine
+    run = resolve_run(start, dataset)  # measures; decides on length, schedule, what every `auto` means on this machine
     accelerator = build_accelerator(run.config, start.output_dir, run.choices)
 
     model = build_model(run.config, run.model.config, start.base_model)  # a stock GPT2LMHeadModel
-    smoothing, vocab_size = run.config.label_smoothing_factor, run.model.config.vocab_size
-    loss = LanguageModelingLoss(model, vocab_size, smoothing, run.plan.loss_chunks)
+    smoothing = run.config.label_smoothing_factor
+    loss = LanguageModelingLoss(model, run.model.config.vocab_size, smoothing, run.plan.loss_chunks)
     module = wrap_module(run, accelerator, loss)  # compiled; on several devices DDP, or FSDP (new parameters)
     optimizer = register_optimizer(accelerator, build_optimizer(run.config, model))
     run = try_step(run, accelerator, module, optimizer)  # on a GPU: does the micro-batch fit?
-    config, schedule = run.config, run.schedule
+    config = run.config
+    schedule = run.schedule
     guard = UpdateGuard(accelerator)
     contents = CheckpointContents(accelerator, model, run.model.config, run.model.files, optimizer, guard)
     state = load_state(run, contents)  # the checkpoint's, or a new one
@@ -80,7 +81,8 @@ def main() -> int:
         while True:  # a turn saves, or evaluates, or makes a step; the last one only ends
             stop, state.seconds = signals.agree(log.seconds())  # all processes at the same step
             turn = decide_turn(run, state, stop)
-            state.progress, state.decay_start = turn.progress, turn.decay_start
+            state.progress = turn.progress
+            state.decay_start = turn.decay_start
 
             if turn.save:
                 with log.paused():

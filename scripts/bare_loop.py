@@ -23,8 +23,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 N_LAYER, N_HEAD, N_EMBD = 4, 2, 128  # GPT-2 124M: 12, 12, 768
 BLOCK_SIZE = 256  # tokens per row; 124M: 1024
 MICRO_BATCH, GRAD_ACCUM = 8, 1  # rows per forward pass, forward passes per step; 124M: 64, 8
-MAX_STEPS, WARMUP_STEPS, PEAK_LR = 1200, 50, 2e-3  # 124M: 19,073, 715, 6e-4
-LOG_STEPS, SEED = 100, 1337
+MAX_STEPS = 1200  # 124M: 19,073
+WARMUP_STEPS = 50  # 124M: 715
+PEAK_LR = 2e-3  # 124M: 6e-4
+LOG_STEPS = 100
+SEED = 1337
 
 
 def learning_rate(step: int) -> float:
@@ -37,7 +40,8 @@ def learning_rate(step: int) -> float:
 
 def time_product(device: torch.device, dtype: torch.dtype) -> float:
     """Return the seconds of the fastest of several matrix products: no CPU's name says which type it prefers."""
-    a, seconds = torch.ones(512, 512, dtype=dtype, device=device), []
+    a = torch.ones(512, 512, dtype=dtype, device=device)
+    seconds = []
     for _ in range(5):
         started_at = time.perf_counter()
         (a @ a)[0, 0].item()  # waits for the device
@@ -50,9 +54,9 @@ def main() -> None:
     torch.manual_seed(SEED)
     torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    use_bf16 = device.type == "cuda" or time_product(device, torch.bfloat16) < 0.9 * time_product(
-        device, torch.float32
-    )
+    use_bf16 = device.type == "cuda"
+    if not use_bf16:
+        use_bf16 = time_product(device, torch.bfloat16) < 0.9 * time_product(device, torch.float32)
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
     directory = Path(sys.argv[1])
@@ -109,7 +113,8 @@ def main() -> None:
             chosen = order[first : first + MICRO_BATCH]
             rows = [files[file_of_row[i]][row_starts[i] : row_starts[i] + BLOCK_SIZE + 1] for i in chosen]
             batch = torch.from_numpy(np.stack(rows).astype(np.int64))
-            batch = batch.pin_memory() if device.type == "cuda" else batch
+            if device.type == "cuda":
+                batch = batch.pin_memory()
             batch = batch.to(device, non_blocking=True)  # from pinned memory, the host does not wait for the copy
             # A GPU without bf16 units would need fp16 and a GradScaler.
             with torch.autocast(device.type, torch.bfloat16, enabled=use_bf16):
@@ -122,7 +127,8 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         if (step + 1) % LOG_STEPS == 0:  # the only wait for the device
-            loss, seconds = step_loss.item(), time.perf_counter() - started_at
+            loss = step_loss.item()
+            seconds = time.perf_counter() - started_at
             tokens_per_second = LOG_STEPS * GRAD_ACCUM * MICRO_BATCH * BLOCK_SIZE / seconds
             print(f"step {step + 1:>6,}: loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s", flush=True)
             started_at = time.perf_counter()

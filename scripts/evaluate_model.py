@@ -115,7 +115,8 @@ def evaluate(args: argparse.Namespace, source: str, state: PartialState) -> dict
     texts = [on_main_process(reader) for reader in readers]
     tokens = CPU_TOKENS if device.type == "cpu" else GPU_TOKENS
     batch_size = args.batch_size or max(1, tokens // context)
-    tokens_per_batch, scores_of_texts = batch_size * context, []
+    tokens_per_batch = batch_size * context
+    scores_of_texts = []
     if args.dataset_dir:
         dataset = open_packed_dataset(args.dataset_dir, row_length)
         scores_of_rows = evaluate_dataset(model, tokenizer, dataset, max(1, tokens_per_batch // row_length))
@@ -132,7 +133,8 @@ def evaluate(args: argparse.Namespace, source: str, state: PartialState) -> dict
         "tasks": {},
     }
     loading = {"dtype": model.dtype, "trust_remote_code": args.trust_remote_code}
-    loading |= {} if args.revision is None else {"revision": args.revision}
+    if args.revision is not None:
+        loading["revision"] = args.revision
     del model  # lm-eval loads it again
     if args.tasks:
         rows = args.batch_size or tokens // EXAMPLE_TOKENS

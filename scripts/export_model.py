@@ -42,7 +42,8 @@ CHARACTERS_PER_TOKEN = 4  # of English, roughly
 
 def main() -> None:
     args = parse()
-    tokenizer, device = load_tokenizer(str(args.model)), device_of(PartialState())
+    tokenizer = load_tokenizer(str(args.model))
+    device = device_of(PartialState())
     text = find_text(args, tokenizer)
     loading = {"device_map": {"": device}, "trust_remote_code": args.trust_remote_code}
     model = load_model_weights(args.model, **loading).eval()
@@ -97,7 +98,7 @@ def find_text(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> T
         return open_packed_dataset(args.dataset_dir, choose_context(args.model, num_positions, None)[1])
     if not (args.model / CONFIG_NAME).is_file():
         raise UserError(f"{args.model} is not the folder of a run; pass --text_file or --dataset_dir")
-    return open_dataset_for(load_config(["--config", str(args.model / CONFIG_NAME)])[0])
+    return open_dataset_for(load_config(["--config", str(args.model / CONFIG_NAME)]).config)
 
 
 def print_row(
@@ -108,7 +109,8 @@ def print_row(
         context = choose_context(directory, model.config.max_position_embeddings, None)[0]
         scores = evaluate_text(model, tokenizer, text, context, context, CPU_TOKENS)
     else:
-        batch_size, max_rows = (max(1, tokens // text.block_size) for tokens in (CPU_TOKENS, MAX_TOKENS))
+        batch_size = max(1, CPU_TOKENS // text.block_size)
+        max_rows = max(1, MAX_TOKENS // text.block_size)
         scores = evaluate_dataset(model, tokenizer, text, batch_size, max_rows)
     megabytes = sum(path.stat().st_size for path in directory.glob("*.safetensors")) / 1e6
     print(f"{directory!s:40} {megabytes:10,.2f} MB   perplexity {scores['perplexity']:,.3f}", flush=True)

@@ -43,7 +43,8 @@ def main() -> None:
     if args.num_samples == 1:
         options["stream"] = lambda text: print(show(text), end="", flush=True)
     turns: Turns | None = [] if args.interactive and tokenizer.chat_template else None
-    for index, prompt in enumerate(ask() if args.interactive else [args.prompt]):
+    prompts = ask() if args.interactive else [args.prompt]
+    for index, prompt in enumerate(prompts):
         head = prompt if turns is None else ""  # an answer does not begin with the question
         if turns is not None:
             turns.append({"role": "user", "content": prompt})
@@ -53,7 +54,7 @@ def main() -> None:
         texts = generate_texts(model, tokenizer, turns or prompt, seed=args.seed + index, **options)
         if args.num_samples > 1:
             print(show(SEPARATOR.join(head + text for text in texts)), end="")
-        print("\n" * args.interactive, flush=True)
+        print("\n" if args.interactive else "", flush=True)
         if turns is not None:
             turns.append({"role": "assistant", "content": texts[0]})
 
@@ -104,8 +105,9 @@ def ask() -> Iterator[str]:
     on_terminal = sys.stdin.isatty()
     if on_terminal:
         print("Enter a prompt. An empty line, Ctrl-D or Ctrl-C ends.", file=sys.stderr)
+    marker = "> " if on_terminal and sys.stdout.isatty() else ""
     with contextlib.suppress(EOFError, KeyboardInterrupt):
-        while prompt := input("> " if on_terminal and sys.stdout.isatty() else "").rstrip("\r"):
+        while prompt := input(marker).rstrip("\r"):
             yield prompt
     print(end="\n" if on_terminal else "", file=sys.stderr)
 

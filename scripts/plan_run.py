@@ -65,7 +65,8 @@ MOST_CPU_FLOPS = 2e13  # of the measured steps: two minutes on two cores; a larg
 # For --minutes: layers and width, with heads of 64 values. From 12 layers on, these are GPT-2's.
 SHAPES = ((2, 64), (4, 128), (6, 192), (8, 256), (8, 384), (10, 512), (12, 768), (24, 1024), (36, 1280), (48, 1600))
 # Muon's rates by width: of the demo, shakespeare_char_large and gpt2_124m_fast.
-WIDTHS, RATES = (128, 384, 768), (1e-2, 5e-3, 2e-3)
+WIDTHS = (128, 384, 768)
+RATES = (1e-2, 5e-3, 2e-3)
 TOKENS_PER_PARAMETER = 20  # as a start (Hoffmann et al. 2022)
 NUM_STEPS = 4000  # about; the demo has 2,000, and gpt2_124m_fast 7,820
 
@@ -88,16 +89,22 @@ def main() -> None:
     planned = load_run(args.config, options)
     if args.price_per_hour and planned.config.max_steps is None:
         raise UserError("the number of steps depends on the dataset or the device; pass --max_steps")
-    device, shards, failed = find_device(), Sharding(args.num_gpus) if args.sharded else None, 0
+    device = find_device()
+    shards = Sharding(args.num_gpus) if args.sharded else None
+    failed = 0
     if args.gpu:
         gpu = load_gpu(args.gpu)
         machine = Machine("cuda", args.num_gpus, shards, launcher_mode=dynamo_mode(), has_bf16=gpu.bf16)
-        choices, name, memory_bytes = choose(planned.config, machine, None), gpu.name, gpu.memory_bytes
+        choices = choose(planned.config, machine, None)
+        name = gpu.name
+        memory_bytes = gpu.memory_bytes
     else:
         gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         machine, choices = choose_here(planned, args.num_gpus, shards)
-        name, memory_bytes = describe_device(device), measure_usable_bytes(device, 1)
-        failed = 0 if args.json else check_machine(planned, choices)
+        name = describe_device(device)
+        memory_bytes = measure_usable_bytes(device, 1)
+        if not args.json:
+            failed = check_machine(planned, choices)
     planned = planned._replace(config=apply_choices(planned.config, choices, machine))
     show(args, planned, machine, memory_bytes, name, gpu)
     if args.measure:
@@ -112,7 +119,8 @@ def main() -> None:
 
 def choose_here(planned: Planned, num_devices: int = 1, sharding: Sharding | None = None) -> tuple[Machine, Any]:
     """Return this machine, and what `auto` becomes on it for the whole run."""
-    config, device = planned.config, find_device()
+    config = planned.config
+    device = find_device()
     flops = (config.max_steps or math.inf) * config.tokens_per_step * planned.flops_per_token
     machine = find_machine(device, num_devices, sharding=sharding, total_flops=flops)
     return machine, choose(config, machine, measure_open(config, machine, device, planned.model_config))
@@ -148,8 +156,9 @@ def check_device() -> str:
     if device.type != "cuda":
         return f"{describe_device(device)}, {count_cpus()} cores, {psutil.virtual_memory().total / 1e9:.0f} GB"
     torch.ones(1, device=device)
-    memory, cudnn = torch.cuda.get_device_properties(device).total_memory, torch.backends.cudnn.version()
-    return f"{describe_device(device)}, {memory / 1e9:.0f} GB, CUDA {torch.version.cuda}, cuDNN {cudnn}"
+    memory = f"{torch.cuda.get_device_properties(device).total_memory / 1e9:.0f} GB"
+    cudnn = torch.backends.cudnn.version()
+    return f"{describe_device(device)}, {memory}, CUDA {torch.version.cuda}, cuDNN {cudnn}"
 
 
 def check_compiler() -> str:
@@ -165,11 +174,23 @@ def check_compiler() -> str:
 def measure_steps(launcher: list[str], planned: Planned) -> dict[str, Any]:
     """Train ten steps of a run, with what `auto` is for all of them. Returns the run's start event and summary."""
     config = planned.config
-    short = {"max_steps": MEASURED_STEPS, "num_train_epochs": None, "max_minutes": None, "profile": None}
-    short |= {"eval_steps": 0, "max_eval_samples": 1, "save_steps": 0, "logging_steps": 2, "expected_loss": None}
-    short |= {"push_to_hub": False, "report_to": None, "resume_from_checkpoint": None}
-    short["warmup_steps"] = min(config.warmup_steps, 1)
-    steps, most = dataclasses.replace(config, **short), MOST_CPU_FLOPS if find_device().type == "cpu" else math.inf
+    steps = dataclasses.replace(
+        config,
+        max_steps=MEASURED_STEPS,
+        num_train_epochs=None,
+        max_minutes=None,
+        warmup_steps=min(config.warmup_steps, 1),
+        logging_steps=2,
+        eval_steps=0,
+        max_eval_samples=1,
+        expected_loss=None,
+        save_steps=0,
+        resume_from_checkpoint=None,
+        report_to=None,
+        profile=None,
+        push_to_hub=False,
+    )
+    most = MOST_CPU_FLOPS if find_device().type == "cpu" else math.inf
     flops_per_row = MEASURED_STEPS * config.block_size * planned.flops_per_token
     while steps.global_batch_size % 2 == 0 and steps.global_batch_size * flops_per_row > most:
         steps = dataclasses.replace(steps, global_batch_size=steps.global_batch_size // 2)
@@ -189,7 +210,8 @@ def measure_steps(launcher: list[str], planned: Planned) -> dict[str, Any]:
 
 def describe_measured(config: TrainConfig, summary: dict[str, Any]) -> str:
     """Extrapolate ten measured steps to all steps of the run."""
-    speed, num_rows = summary["tokens_per_second"], summary["num_rows"]
+    speed = summary["tokens_per_second"]
+    num_rows = summary["num_rows"]
     ms = 1000 * config.tokens_per_step / speed
     text = f"{plural(summary['num_processes'], 'process', 'es')}, "
     text += f"{in_words('precision', summary['mixed_precision'])}, {in_words('dynamo', summary['dynamo_backend'])}: "
@@ -203,10 +225,13 @@ def describe_measured(config: TrainConfig, summary: dict[str, Any]) -> str:
 
 def plan_minutes(args: argparse.Namespace, options: list[str]) -> None:
     """Measure three shapes that this machine can train in these minutes, and print the command of each."""
-    if typed := sorted(typed_names(options) & set(LENGTHS)):
+    typed = sorted(typed_names(options) & set(LENGTHS))
+    if typed:
         raise UserError(f"--minutes sets the length of the run; omit --{typed[0]}")
-    shapes, measured = list_shapes([*options, "--max_minutes", str(args.minutes)]), {}
-    config, precision = shapes[-1].config, shapes[-1].config.mixed_precision
+    shapes = list_shapes([*options, "--max_minutes", str(args.minutes)])
+    measured = {}
+    config = shapes[-1].config
+    precision = config.mixed_precision
     products = measure_rates(find_device(), shapes[-1].model_config, config.block_size, [precision])
     # Until a shape is measured, FLOP/s are a guess from matrix products.
     flops_per_second = {math.inf: PRODUCTS_SHARE * products.flops_per_second[precision]}
@@ -218,10 +243,13 @@ def plan_minutes(args: argparse.Namespace, options: list[str]) -> None:
     while True:
         ratios = [count_tokens(number) / shape.num_parameters for number, shape in enumerate(shapes)]
         best = min(range(len(shapes)), key=lambda number: abs(math.log(ratios[number] / TOKENS_PER_PARAMETER)))
-        three = range(len(shapes))[max(0, min(best - 1, len(shapes) - 3)) :][:3]
-        if not (missing := [number for number in (best, *three) if number not in measured]):
+        first = max(0, min(best - 1, len(shapes) - 3))
+        three = range(len(shapes))[first : first + 3]
+        missing = [number for number in (best, *three) if number not in measured]
+        if not missing:
             break
-        number, config = missing[0], shapes[missing[0]].config
+        number = missing[0]
+        config = shapes[number].config
         num_rows = 2 ** max(3, round(math.log2(count_tokens(number) / NUM_STEPS / config.block_size)))
         shapes[number] = shapes[number]._replace(config=dataclasses.replace(config, global_batch_size=num_rows))
         print("measuring {} layers of {} ...".format(*SHAPES[number]), file=sys.stderr)
@@ -229,20 +257,23 @@ def plan_minutes(args: argparse.Namespace, options: list[str]) -> None:
         flops_per_second[number] = measured[number]["tokens_per_second"] * shapes[number].flops_per_token
 
     for number in three:
-        config, tokens = shapes[number].config, count_tokens(number)
+        config = shapes[number].config
+        tokens = count_tokens(number)
         num_steps = tokens / config.tokens_per_step
         length = ["--global_batch_size", str(config.global_batch_size), "--max_minutes", f"{args.minutes:g}"]
-        print("\n{} layers of {}: ".format(*SHAPES[number]), end=f"{shapes[number].num_parameters:,} parameters, ")
+        layers, width = SHAPES[number]
+        print(f"\n{layers} layers of {width}: {shapes[number].num_parameters:,} parameters, ", end="")
         print(f"{tokens / 1e6:,.1f} M tokens,")
         print(f"{ratios[number]:,.1f} tokens per parameter, ", end="")
         print(f"{num_steps:,.0f} steps of {60_000 * args.minutes / num_steps:,.1f} ms", end="")
         if config.num_train_epochs:  # would end the run early
             num_epochs = tokens / config.block_size / measured[number]["data"]["splits"]["train"]["rows"]
-            if (most := math.ceil(1.25 * num_epochs)) > config.num_train_epochs:  # the speed may differ
+            most = math.ceil(1.25 * num_epochs)  # the speed may differ
+            if most > config.num_train_epochs:
                 length += ["--num_train_epochs", str(most)]
                 print(f"\n{num_epochs:,.1f} epochs of this text: more text would be better", end="")
         launch = ["accelerate", "launch", *args.launcher, os.path.relpath(TRAIN)]
-        parts = filter(None, [launch, options, shape_options(*SHAPES[number]), length])
+        parts = filter(None, [launch, options, shape_options(layers, width), length])
         print("\n" + " \\\n    ".join(map(shlex.join, parts)))
 
 
@@ -250,14 +281,15 @@ def list_shapes(options: list[str]) -> list[Planned]:
     """Return the runs of the shapes that fit into this machine's memory, with what `auto` becomes here."""
     shapes = []
     for shape in SHAPES:
-        config = load_config([*options, *shape_options(*shape)])[0]
+        config = load_config([*options, *shape_options(*shape)]).config
         if config.optim != "muon" or config.model_name_or_path or config.model_type not in (None, "gpt2"):
             known = "GPT-2 with --optim muon, from random weights; use the demo, or --config gpt2_124m_fast"
             raise UserError(f"--minutes knows the learning rates of {known}")
         planned = add_model(config)
         machine, choices = choose_here(planned)
         planned = planned._replace(config=apply_choices(config, choices, machine))
-        if shapes and not plan_memory(*planned[:2], machine, measure_usable_bytes(find_device(), 1)):
+        usable = measure_usable_bytes(find_device(), 1)
+        if shapes and not plan_memory(planned.config, planned.model_config, machine, usable):
             break
         shapes.append(planned)
     return shapes
@@ -290,34 +322,44 @@ def show(
     hours = step_seconds * (config.max_steps or 0) / 3600  # of GPUs
     ms = 1000 * step_seconds / args.num_gpus
     data_bytes = num_tokens * np.dtype(id_type_of(model_config.vocab_size)).itemsize
-    options = ["--activation_checkpointing"] * plan.activation_checkpointing
-    options += [f"--loss_chunks {plan.loss_chunks}"] * (plan.loss_chunks > 1)
+    options = []
+    if plan.activation_checkpointing:
+        options.append("--activation_checkpointing")
+    if plan.loss_chunks > 1:
+        options.append(f"--loss_chunks {plan.loss_chunks}")
     if args.json:
         values = {
-            **{"parameters": num_parameters, "tokens_per_step": config.tokens_per_step, "tokens": num_tokens or None},
-            **{"flops_per_token": flops, "micro_batch": plan.micro_batch_size, "micro_batches": accumulation},
-            **{"options": options, "device_bytes": int(memory_bytes), "memory_bytes": plan.total_bytes},
-            **{"parts": plan.parts, "data_bytes": data_bytes, "step_ms": ms or None, "gpu_hours": hours or None},
+            "parameters": num_parameters,
+            "tokens_per_step": config.tokens_per_step,
+            "tokens": num_tokens or None,
+            "flops_per_token": flops,
+            "micro_batch": plan.micro_batch_size,
+            "micro_batches": accumulation,
+            "options": options,
+            "device_bytes": int(memory_bytes),
+            "memory_bytes": plan.total_bytes,
+            "parts": plan.parts,
+            "data_bytes": data_bytes,
+            "step_ms": ms or None,
+            "gpu_hours": hours or None,
         }
         print(json.dumps(values, indent=2))
         return
     parts = [f"{name} {part / 1e9:.1f}" for name, part in plan.parts.items()]
     of_vocabulary = "exact" if is_exact else "assumed"
+    total = f", {num_tokens * flops:.2e} in all" if num_tokens else ""
     lines = [
         ("parameters", f"{num_parameters:,}, vocabulary of {model_config.vocab_size:,} with padding", of_vocabulary),
         ("tokens per step", f"{config.tokens_per_step:,} in {config.global_batch_size:,} rows", "exact"),
-        (
-            "FLOPs",
-            f"{flops / 1e6:,.0f} M per token" + f", {num_tokens * flops:.2e} in all" * bool(num_tokens),
-            of_vocabulary,
-        ),
+        ("FLOPs", f"{flops / 1e6:,.0f} M per token{total}", of_vocabulary),
         ("micro-batch", f"{plan.micro_batch_size} rows x {accumulation} per step and device", "estimated"),
         ("memory options", " ".join(options) or "none needed", "estimated"),
         ("memory", f"{plan.total_bytes / 1e9:.1f} of {memory_bytes / 1e9:.1f} GB on each device", "estimated"),
         ("  at its peak", ", ".join(parts[:3]), "GB"),
         ("", ", ".join(parts[3:]), "GB"),
     ]
-    if not config.model_name_or_path and (text := describe_output_share(model_config, flops)):
+    text = describe_output_share(model_config, flops)
+    if text and not config.model_name_or_path:
         share, advice = text.split("; ")
         lines[3:3] = [("vocabulary", f"{share};", of_vocabulary), ("", advice, "")]
     if num_tokens:
@@ -348,8 +390,9 @@ def load_run(recipe: str | None, options: list[str]) -> Planned:
     named = typed_names(options) | {name for name, value in values.items() if not is_missing(value)}
     text = [] if named & set(DATA_SOURCES) else ["--dataset_name", STANDARD_LIBRARY]
     is_assumed = bool(recipe and text and not named & {"tokenizer_name", "tokenizer_vocab_size", "model_name_or_path"})
-    text += ["--tokenizer_vocab_size", str(GPT2_VOCAB_SIZE)] * is_assumed
-    return add_model(load_config([*options, *text])[0], is_assumed)
+    if is_assumed:
+        text += ["--tokenizer_vocab_size", str(GPT2_VOCAB_SIZE)]
+    return add_model(load_config([*options, *text]).config, is_assumed)
 
 
 def add_model(config: TrainConfig, is_assumed: bool = False) -> Planned:
@@ -389,14 +432,17 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--json", action="store_true", help="print the plan as JSON, in bytes, without the checks")
     args, options = parser.parse_with_run_options()
     for name, most in {"num_gpus": 1e6, "mfu": 1, "price_per_hour": 1e6, "minutes": 1e6}.items():
-        if (value := getattr(args, name)) is not None and not 0 < value <= most:
+        value = getattr(args, name)
+        if value is not None and not 0 < value <= most:
             raise UserError(f"{name} must be above 0 and at most {most:,.0f}, got {value:g}")
     if args.gpu and (args.measure or args.minutes):
         raise UserError("--gpu is a machine that is not here, where nothing can be measured; omit it")
     if args.num_gpus is None:
         args.num_gpus = 1 if args.gpu or find_device().type != "cuda" else torch.cuda.device_count()
     args.launcher = ["--config_file", args.config_file] if args.config_file else []
-    return args, [*(["--config", args.config] if args.config else []), *options]
+    if args.config:
+        options = ["--config", args.config, *options]
+    return args, options
 
 
 if __name__ == "__main__":

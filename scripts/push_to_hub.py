@@ -49,8 +49,10 @@ def main() -> int:
         config, run_ids[-1], run_dir, print, repeat=shell_command("python", *sys.argv), keeps_all=True
     )
     clean_checkpoints(run_dir)
-    for checkpoint in (checkpoints := list_checkpoints(run_dir)):
-        if (reason := why_damaged(checkpoint)) is None:
+    checkpoints = list_checkpoints(run_dir)
+    for checkpoint in checkpoints:
+        reason = why_damaged(checkpoint)
+        if reason is None:
             uploads.add(checkpoint, checkpoint_step(checkpoint))
         else:
             print(f"skipping {checkpoint}: {reason}")

@@ -93,8 +93,11 @@ def train(on: set[str], config: TrainConfig) -> dict[str, Any]:
     if "huge_pages" in on:  # of 2 MB instead of 4 KB; torch's allocator reads this once, at its first tensor
         os.environ[HUGE_PAGES] = "1"
     ends_at = psutil.Process().create_time() + 60 * (config.max_minutes or 0)
-    device, dataset = find_device(), open_dataset_for(config)
-    rows, micro_batch, num_steps = dataset.train, int(config.per_device_train_batch_size), config.max_steps or 0
+    device = find_device()
+    dataset = open_dataset_for(config)
+    rows = dataset.train
+    num_steps = config.max_steps or 0
+    micro_batch = int(config.per_device_train_batch_size)
     grad_accum = config.global_batch_size // micro_batch
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(count_cpus())
@@ -139,9 +142,13 @@ def train(on: set[str], config: TrainConfig) -> dict[str, Any]:
         if "packed" not in on:  # as from a list of documents: Python integers, row by row
             return torch.tensor([rows[index][0].tolist() for index in indices[:, None]]).to(device)
         batch = torch.from_numpy(rows[indices])
-        return (batch.pin_memory() if device.type == "cuda" else batch).to(device, non_blocking=True)
+        if device.type == "cuda":
+            batch = batch.pin_memory()
+        return batch.to(device, non_blocking=True)
 
-    laps, lap_started_at, step = [], time.perf_counter(), 0
+    laps = []
+    step = 0
+    lap_started_at = time.perf_counter()
     while time.time() < ends_at if config.max_minutes else step < num_steps:
         step_loss = torch.zeros((), device=device)
         for micro_step in range(grad_accum):
@@ -163,7 +170,8 @@ def train(on: set[str], config: TrainConfig) -> dict[str, Any]:
             laps.append((time.perf_counter() - lap_started_at) / LAP)
             lap_started_at = time.perf_counter()
 
-    peak, losses = peak_memory_bytes(device), []
+    peak = peak_memory_bytes(device)
+    losses = []
     with autocast:  # with gradients, so that the compiled graph is used again
         for eval_rows, _ in iterate_validation(dataset.validation, int(config.max_eval_samples), micro_batch, 0, 1):
             batch = torch.from_numpy(eval_rows).to(device)
@@ -202,8 +210,14 @@ def train_recipe(options: list[str]) -> dict[str, Any]:
 
 def run_program(command: list[str]) -> None:
     """Run a Python program. Raises `UserError` with its last line if it fails."""
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
-    result = subprocess.run([sys.executable, *command], check=False, **options)
+    result = subprocess.run(
+        [sys.executable, *command],
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
     if result.returncode != 0:
         raise UserError((result.stdout.strip() or "it printed nothing").splitlines()[-1])
 
@@ -253,7 +267,8 @@ def fill_memory(on: set[str], config: TrainConfig, memory_bytes: float) -> Train
     model_config.vocab_size = padded_vocab_size(model_config.vocab_size, 128 if "padding" in on else 1)
     sizes = range(8, MOST_TOKENS // config.block_size + 1, 4)
     plans = (MemoryPlan(size, False, 1) for size in sizes)
-    machine, room = Machine("cuda"), USABLE_SHARE * memory_bytes
+    machine = Machine("cuda")
+    room = USABLE_SHARE * memory_bytes
     fit = itertools.takewhile(lambda plan: estimate_bytes(plan, rung, model_config, machine) < room, plans)
     size = max((plan.micro_batch_size for plan in fit), default=4)
     grad_accum = config.global_batch_size // int(config.per_device_train_batch_size)
@@ -335,7 +350,7 @@ def draw(path: Path, machine: str, entries: list[dict]) -> None:
 
 def resolve(options: list[str]) -> TrainConfig:
     """Return the options with what this machine and the data decide."""
-    config = load_config(options)[0]
+    config = load_config(options).config
     if config.model_type not in (None, "gpt2"):
         raise UserError(f"the ladder measures GPT-2, but {config.model_type} was chosen")
     if len(config.dataset_dir or ()) > 1:
@@ -348,7 +363,8 @@ def resolve(options: list[str]) -> TrainConfig:
     prepared = {name: DEFAULTS[name] for name in (*DATA_SOURCES, *TEXT_OPTIONS)}
     prepared["dataset_dir"] = list(map(str, prepare_text(config)))  # once for all rungs
     config = dataclasses.replace(config, **prepared)
-    dataset, device = open_dataset_for(config), find_device()
+    dataset = open_dataset_for(config)
+    device = find_device()
     num_rows = config.max_eval_samples if isinstance(config.max_eval_samples, int) else len(dataset.validation)
     num_rows = min(len(dataset.validation), num_rows) // micro_batch * micro_batch
     if num_rows == 0:
@@ -371,23 +387,29 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     args, typed = parser.parse_with_run_options()
     if args.fill_memory and not torch.cuda.is_available():
         raise UserError("--fill_memory needs a GPU; without one, memory is not what limits the batch")
-    recipe, names, device = args.config or "gpt2_124m", typed_names(typed), find_device()
+    recipe = args.config or "gpt2_124m"
+    names = typed_names(typed)
+    device = find_device()
     options = ["--config", recipe, *OPTIONS.split()]
     options += ["--dynamo_backend", "no" if why_no_inductor(device) else "inductor"]
     options += (ON_A_CPU if device.type == "cpu" and not args.config else ON_A_GPU).split()
-    options += [] if {*DATA_SOURCES} & (names | load_yaml(recipe).keys()) else TEXT.split()
-    options += [] if {"max_steps", "max_minutes"} & names else LENGTH.split()
+    if not {*DATA_SOURCES} & (names | load_yaml(recipe).keys()):
+        options += TEXT.split()
+    if not {"max_steps", "max_minutes"} & names:
+        options += LENGTH.split()
     return args, [*options, *typed]
 
 
 def main() -> None:
     args, options = parse()
-    config, device = resolve(options), find_device()
+    config = resolve(options)
+    device = find_device()
     memory_bytes = measure_usable_bytes(device, 1) if args.fill_memory else None
     plan = plan_ladder(config, options, args.rungs, memory_bytes)
     path = args.output_file or Path("runs") / time.strftime(f"ladder_{device.type}_%Y%m%d-%H%M%S.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    environment, entries = describe_environment(device), []
+    environment = describe_environment(device)
+    entries = []
     num_parameters = count_parameters(describe_model({"tied"}, config, open_dataset_for(config)))
     limit = f"{config.max_minutes:g} minutes" if config.max_minutes else f"{config.max_steps} steps"
     about = {

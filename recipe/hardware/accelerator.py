@@ -54,9 +54,10 @@ def find_machine(device: torch.device, num_processes: int = 1, **known: Any) -> 
 def measure_open(
     config: TrainConfig, machine: Machine, device: torch.device, model_config: PreTrainedConfig
 ) -> Measured | None:
-    """Time what `choose` needs for the choices that are still open; None if none is. model_config: padded."""
+    """Time what decides the choices that are still open; None if none is. model_config: padded."""
     settled = settle(config, machine)
-    if not (precisions := to_measure(settled, machine)):
+    precisions = to_measure(settled, machine)
+    if not precisions:
         return None
     counts = [int(settled["threads"].value)] if "threads" in settled else machine.thread_counts
     return measure_rates(device, model_config, config.block_size, precisions, counts if device.type == "cpu" else ())
@@ -81,7 +82,7 @@ def build_accelerator(config: TrainConfig, output_dir: Path, choices: Mapping[st
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     accelerator = Accelerator(
         mixed_precision=config.mixed_precision,
-        dynamo_plugin=TorchDynamoPlugin(backend=DynamoBackend.NO),  # `parallelize` compiles
+        dynamo_plugin=TorchDynamoPlugin(backend=DynamoBackend.NO),  # the module is compiled before Accelerate wraps it
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
         kwargs_handlers=[
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
@@ -119,7 +120,8 @@ def parallelize(
     (accelerate 1.15, torch 2.13). It is in place, because a wrapper would prefix every weight's name. Shapes are
     fixed, and no graph breaks. Only inductor has modes.
     """
-    if (backend := config.dynamo_backend) != "no":
+    backend = config.dynamo_backend
+    if backend != "no":
         blocks = list_blocks(module) if sharding or backend == REGIONAL else ()
         backend = backend.removesuffix("_regional")
         mode = dynamo_mode() if backend == "inductor" else None

@@ -27,12 +27,7 @@ PRODUCTS_SHARE = 0.4  # of the time of an uncompiled step there, for a run that 
 ONE_PER_CPU = "one per CPU"  # nothing to choose
 SAME_REASON = "as in the checkpoint"
 DYNAMO_MODES = ("default", "lite", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-OF_A_MACHINE = {
-    "has_bf16",
-    "why_no_inductor",
-    "typed_threads",
-    "thread_counts",
-}  # see `combine`
+OF_A_MACHINE = {"has_bf16", "why_no_inductor", "typed_threads", "thread_counts"}  # may differ between machines
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
@@ -46,7 +41,9 @@ class Choice:
 
 def in_words(label: str, value: str) -> str:
     """Return a choice as people say it; Accelerate's word for fp32, and for what is not compiled, is "no"."""
-    return {"precision": "fp32", "dynamo": "not compiled"}.get(label, value) if value == "no" else value
+    if value != "no":
+        return value
+    return {"precision": "fp32", "dynamo": "not compiled"}.get(label, value)
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ class Machine:
     typed_threads: int | None = None  # of a process on a CPU
     thread_counts: tuple[int, ...] = (1,)  # that make sense for a process: one per core, one per CPU
     total_flops: float = math.inf  # of the run; infinite if only its time is limited
-    kept: Mapping[str, Any] = field(default_factory=dict)  # `describe_choices` of the checkpoint
+    kept: Mapping[str, Any] = field(default_factory=dict)  # the choices that the checkpoint recorded
 
 
 def combine(parts: Sequence[Machine]) -> Machine:
@@ -85,10 +82,14 @@ def list_kept(machine: Machine) -> Mapping[str, Any]:
 
 def settle(config: TrainConfig, machine: Machine) -> dict[str, Choice]:
     """Return the choices that take no measurement, by label. Raises `UserError` for those that cannot work."""
-    is_cpu, is_cuda, kept = machine.device_type == "cpu", machine.device_type == "cuda", list_kept(machine)
-    names = ("mixed_precision", "dynamo_backend", "attn_implementation", "num_threads")
-    precision, backend, attention, num_threads = (kept.get(name) for name in names)
-    can_be_kept = precision == "fp16" or (precision == "bf16" and machine.has_bf16) or precision == "no"
+    is_cpu = machine.device_type == "cpu"
+    is_cuda = machine.device_type == "cuda"
+    kept = list_kept(machine)
+    precision = kept.get("mixed_precision")
+    backend = kept.get("dynamo_backend")
+    attention = kept.get("attn_implementation")
+    num_threads = kept.get("num_threads")
+    can_be_kept = precision in ("no", "fp16") or (precision == "bf16" and machine.has_bf16)
     bf16_reason = "the GPU has bf16 matrix units"
     if not machine.has_bf16:
         bf16_reason = "the GPU has no bf16 units; gradients are scaled"
@@ -120,7 +121,8 @@ def settle(config: TrainConfig, machine: Machine) -> dict[str, Choice]:
     }
     settled = {}
     for label, rules in first_that_holds.items():
-        if candidates := [Choice(value, reason) for holds, value, reason in rules if holds]:
+        candidates = [Choice(value, reason) for holds, value, reason in rules if holds]
+        if candidates:
             settled[label] = candidates[0]
     _check(settled, machine)
     return settled
@@ -132,14 +134,17 @@ def choose(config: TrainConfig, machine: Machine, measured: Measured | None) -> 
     assert measured is not None or not to_measure(choices, machine)
     measured = measured or Measured({}, {}, 1)
     if "precision" not in choices:
-        rates, kept = measured.flops_per_second, list_kept(machine).get("mixed_precision")
-        ratio, where = rates["bf16"] / rates["no"], "on this device" if machine.device_type != "cpu" else "here"
-        fastest, reason = "no", f"fp32 products are {1 / ratio:.1f} times as fast as bf16 {where}"
-        if ratio >= 1:
-            fastest = "bf16" if ratio >= MARGIN else "no"
-            shown = f"{ratio:.1f}" if ratio >= MARGIN else f"only {ratio:.2f}"
-            reason = f"bf16 products are {shown} times as fast as fp32 {where}"
+        ratio = measured.flops_per_second["bf16"] / measured.flops_per_second["no"]
+        where = "here" if machine.device_type == "cpu" else "on this device"
+        fastest = "bf16" if ratio >= MARGIN else "no"
+        if ratio >= MARGIN:
+            reason = f"bf16 products are {ratio:.1f} times as fast as fp32 {where}"
+        elif ratio >= 1:
+            reason = f"bf16 products are only {ratio:.2f} times as fast as fp32 {where}"
+        else:
+            reason = f"fp32 products are {1 / ratio:.1f} times as fast as bf16 {where}"
         choices["precision"] = Choice(fastest, reason)
+        kept = list_kept(machine).get("mixed_precision")
         if kept in ("no", "bf16"):
             remedy = f"; {reason}: --mixed_precision {fastest} would use that" if kept != fastest else ""
             choices["precision"] = Choice(kept, SAME_REASON + remedy)
@@ -153,7 +158,8 @@ def choose(config: TrainConfig, machine: Machine, measured: Measured | None) -> 
         else:
             choices["dynamo"] = Choice(REGIONAL, "this run is long enough to pay for compiling")
     if "attention" not in choices:
-        seconds, rows = measured.attention_seconds, f"rows of {config.block_size:,} tokens"
+        seconds = measured.attention_seconds
+        rows = f"rows of {config.block_size:,} tokens"
         ratio = seconds["sdpa"] / seconds["eager"] if seconds else 0.0
         if ratio >= MARGIN:
             choices["attention"] = Choice("eager", f"{ratio:.1f} times as fast as sdpa here, for {rows}")
@@ -201,7 +207,9 @@ def describe_choices(choices: dict[str, Choice], device_type: str) -> dict[str, 
 
 def to_measure(settled: dict[str, Choice], machine: Machine) -> list[str]:
     """Return the precisions to measure for what is still open; [] if nothing is."""
-    labels = {"precision", "dynamo", "attention"} | ({"threads"} if machine.device_type == "cpu" else set())
+    labels = {"precision", "dynamo", "attention"}
+    if machine.device_type == "cpu":
+        labels.add("threads")
     if labels <= settled.keys():
         return []
     return [settled["precision"].value] if "precision" in settled else ["no", "bf16"]
@@ -211,7 +219,8 @@ def check_sharded(config: TrainConfig, machine: Machine) -> None:
     """Raise `UserError` for what does not work with shards, if there are any."""
     if machine.sharding is None:
         return
-    if (precision := settle(config, machine).get("precision")) and precision.value == "fp16":
+    precision = settle(config, machine).get("precision")
+    if precision and precision.value == "fp16":
         raise UserError("FSDP does not work with fp16 and its gradient scaler; use --mixed_precision bf16 or no")
     if config.optim == "adamw_bnb_8bit":
         raise UserError("FSDP does not work with --optim adamw_bnb_8bit; use adamw_torch_fused or muon")
@@ -224,7 +233,8 @@ def check_sharded(config: TrainConfig, machine: Machine) -> None:
 
 def _check(settled: dict[str, Choice], machine: Machine) -> None:
     """Raise `UserError` for a precision or backend that does not work here, before the first step fails."""
-    precision, dynamo = settled.get("precision"), settled.get("dynamo")
+    precision = settled.get("precision")
+    dynamo = settled.get("dynamo")
     if precision and precision.value not in ("no", "bf16", "fp16"):
         raise UserError(
             f"mixed_precision {precision.value} is not supported: its converters skip GPT-2's Conv1D layers; use "

@@ -8,7 +8,9 @@ import psutil
 
 from recipe.environment import read_cgroups
 
-_GROWTH, _SLACK_BYTES = 1.25, 256e6  # how far resident memory may grow before freed memory is returned
+# How far resident memory may grow before freed memory is returned.
+_GROWTH = 1.25
+_SLACK_BYTES = 256e6
 
 
 def resident_bytes() -> int:
@@ -30,7 +32,7 @@ def available_bytes() -> int:
 def freeze_garbage() -> None:
     """Exempt all live objects from garbage collection, and turn it off: it stalls steps for up to 0.5 s (nanochat).
 
-    Checkpoints collect what has accumulated since (recipe/checkpoint.py).
+    What has accumulated since is collected when a checkpoint is saved.
     """
     gc.collect()
     gc.freeze()
@@ -68,7 +70,8 @@ class HostMemory:
     """Keeps the steps of a run even, and its memory flat."""
 
     def __init__(self) -> None:
-        self.freed, self.is_first = FreedMemory(), True
+        self.freed = FreedMemory()
+        self.is_first = True
 
     def after_step(self) -> None:
         if self.is_first:

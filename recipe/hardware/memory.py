@@ -70,8 +70,11 @@ class MemoryPlan:
         )
 
     def describe(self) -> str:
-        savings = ["activation checkpointing"] * self.activation_checkpointing
-        savings += [f"the loss in {self.loss_chunks} chunks"] * (self.loss_chunks > 1)
+        savings = []
+        if self.activation_checkpointing:
+            savings.append("activation checkpointing")
+        if self.loss_chunks > 1:
+            savings.append(f"the loss in {self.loss_chunks} chunks")
         options = " and ".join(savings) or "no recomputation"
         return f"{self.total_bytes / 1e9:.1f} of {self.usable_bytes / 1e9:.1f} GB, estimated, with {options}"
 
@@ -86,12 +89,14 @@ def micro_batch_sizes(config: TrainConfig, machine: Machine) -> list[int]:
     share, rest = divmod(config.global_batch_size, num_processes)
     if rest:
         below = config.global_batch_size - rest
+        above = below + num_processes
         raise UserError(
             f"global_batch_size {config.global_batch_size} is not divisible by {num_processes} processes; "
-            f"pass --global_batch_size {f'{below} or ' if below else ''}{below + num_processes}"
+            "pass --global_batch_size " + (f"{below} or {above}" if below else f"{above}")
         )
     divisors = [size for size in range(share, 0, -1) if share % size == 0]
-    accumulation, wanted = config.gradient_accumulation_steps, config.per_device_train_batch_size
+    accumulation = config.gradient_accumulation_steps
+    wanted = config.per_device_train_batch_size
     if accumulation is not None and wanted not in ("auto", share / accumulation):
         raise UserError(
             f"{plural(num_processes, 'process', 'es')} x per_device_train_batch_size {wanted} x "
@@ -146,7 +151,7 @@ def plan_memory(
 ) -> MemoryPlan | None:
     """Return the fastest options that fit into `usable_bytes`, by estimate, or None if none do.
 
-    config: from `apply_choices`; what is not `auto` in it is kept. model_config: with the padded vocabulary.
+    config: with the choices for the device; what is not `auto` stays. model_config: with the padded vocabulary.
     usable_bytes: of the device, without what other programs use; a margin is left.
     """
     plans = list_plans(config, model_config, machine, usable_bytes)
@@ -193,7 +198,8 @@ def list_plans(
     config: TrainConfig, model_config: PreTrainedConfig, machine: Machine, usable_bytes: float
 ) -> list[MemoryPlan]:
     """Return every combination of options that the config leaves open, with its estimate."""
-    checkpointing, chunks = [False, True], [1, LOSS_CHUNKS]
+    checkpointing = [False, True]
+    chunks = [1, LOSS_CHUNKS]
     if config.activation_checkpointing != "auto":
         checkpointing = [config.activation_checkpointing == "true"]
     if isinstance(config.loss_chunks, int):
@@ -218,9 +224,14 @@ def step_cost(
 
     Forward is a third of a step's FLOPs. Checkpointing repeats it for the blocks, chunks repeat it for the logits.
     """
-    blocks, head = count_block_matrices(model_config) * model_config.num_hidden_layers, count_head(model_config)
+    head = count_head(model_config)
+    blocks = count_block_matrices(model_config) * model_config.num_hidden_layers
     blocks += model_config.num_hidden_layers * model_config.hidden_size * config.block_size  # attention
-    repeated = blocks * plan.activation_checkpointing + head * (plan.loss_chunks > 1)
+    repeated = 0
+    if plan.activation_checkpointing:
+        repeated += blocks
+    if plan.loss_chunks > 1:
+        repeated += head
     hidden = TOKENS_TO_HIDE_SHARDS if sharding else TOKENS_TO_HIDE_WEIGHTS
     return (1 + repeated / (blocks + head) / 3) * (1 + hidden / (plan.micro_batch_size * config.block_size))
 
@@ -238,55 +249,85 @@ def estimate_parts(
     On CUDA, dry runs of whole runs agree within 5% if compiled and 1% if not (scripts/benchmarks/memory_gpu.json). A
     gated MLP counts as a plain one with as many parameters.
     """
-    device_type, num_processes, sharding = machine.device_type, machine.num_processes, machine.sharding
+    device_type = machine.device_type
+    num_processes = machine.num_processes
+    sharding = machine.sharding
     compiled = config.dynamo_backend.startswith("inductor")
     operand = 4 if config.mixed_precision == "no" else 2  # bytes of a matmul's operand
     residual = 2 if config.bf16_residual else 4
-    width, inner, num_layers = model_config.hidden_size, count_inner(model_config), model_config.num_hidden_layers
-    num_parameters, head = count_parameters(model_config), count_head(model_config)
-    tokens, chunks = plan.micro_batch_size * config.block_size, plan.loss_chunks
+    width = model_config.hidden_size
+    inner = count_inner(model_config)
+    num_layers = model_config.num_hidden_layers
+    num_parameters = count_parameters(model_config)
+    matrices = count_block_matrices(model_config)
+    head = count_head(model_config)
+    tokens = plan.micro_batch_size * config.block_size
+    chunks = plan.loss_chunks
 
     # Bytes that a block keeps for backward: inputs and outputs of its two LayerNorms, q, k, v, and the outputs of
     # attention, c_fc and GELU. A GELU of several operators keeps three more tensors, which CUDA's autocast makes fp32.
     fused = compiled or getattr(model_config, "activation_function", None) == "gelu_pytorch_tanh"
-    gelu = 2 * operand if fused else 16 if device_type == "cuda" and operand == 2 else 5 * operand
+    if fused:
+        gelu = 2 * operand
+    elif device_type == "cuda" and operand == 2:
+        gelu = 16
+    else:
+        gelu = 5 * operand
     block = width * (2 * residual + 6 * operand) + inner * gelu
     if config.attn_implementation == "eager":  # fp32 softmax, and its cast
         block += model_config.num_attention_heads * config.block_size * (4 if operand == 4 else 6)
     block *= tokens
-    casts = 2 * count_block_matrices(model_config) if operand == 2 else 0  # of weights
+    casts = 2 * matrices if operand == 2 else 0  # of weights
     temporary = tokens * (operand * (inner + 6 * width) if compiled else 10 * inner)  # gradients inside a block
-    inputs, final = num_layers * tokens * width * residual, tokens * width * (residual + operand)
-    activations, copies = (inputs, 0) if plan.activation_checkpointing else (num_layers * block, num_layers * casts)
+    final = tokens * width * (residual + operand)
+    if plan.activation_checkpointing:
+        activations = num_layers * tokens * width * residual  # the inputs of the blocks
+        copies = 0
+    else:
+        activations = num_layers * block
+        copies = num_layers * casts
 
     # Compiled, the logits' gradient overwrites them. Otherwise backward holds three fp32 tensors of that size. Chunks
     # add up the gradient of the output matrix in fp32: the sums before and after, and the chunk's gradient.
     num_logits = tokens // chunks * model_config.vocab_size
     logits = num_logits * (operand if compiled else 12) + (operand + 2) * head
-    logits = logits if chunks == 1 else max(logits + 4 * head, 12 * head)
+    if chunks > 1:
+        logits = max(logits + 4 * head, 12 * head)
     again = temporary + (block + casts if plan.activation_checkpointing else 0)
     if sharding is None:
-        # A compiled backward returns all gradients at once, next to those of earlier micro-batches and DDP's buckets.
-        num_shards, root, gathered, parts = 1, 0, 0, 0
-        accumulates = plan.micro_batch_size * num_processes < config.global_batch_size
-        kept = 4 * num_parameters * (accumulates + (num_processes > 1))
+        num_shards = 1
+        root = 0
+        gathered = 0
+        parts = 0
+        kept = 0
+        if plan.micro_batch_size * num_processes < config.global_batch_size:  # gradients of earlier micro-batches
+            kept += 4 * num_parameters
+        if num_processes > 1:  # DDP's buckets
+            kept += 4 * num_parameters
+        # A compiled backward returns all gradients at once, next to those that are kept.
         new = 4 * num_parameters if compiled or not kept else 0
     else:
         # Not sharded: the parameters outside the blocks, at the end twice their gradients, and in a block's backward
         # its and the next block's parameters, its gradients, and the previous block's, which are being reduced.
-        num_shards, matrices = sharding.num_shards, count_block_matrices(model_config)
+        num_shards = sharding.num_shards
         root = 4 * (num_parameters - num_layers * matrices)
-        resharded = sharding.reshard_after_forward
-        gathered, parts = (root, 16 * matrices) if resharded else (4 * num_parameters, 8 * matrices)
-        kept, new = 4 * num_parameters / num_shards, 2 * root
+        if sharding.reshard_after_forward:
+            gathered = root
+            parts = 16 * matrices
+        else:
+            gathered = 4 * num_parameters
+            parts = 8 * matrices
+        kept = 4 * num_parameters / num_shards
+        new = 2 * root
     update = update_bytes(model_config, config.optim, device_type, num_shards)
-    moments = (  # weights besides the fp32 ones, gradients, activations, logits, optimizer
+    moments = [  # weights besides the fp32 ones, gradients, activations, logits, optimizer
         (gathered + copies, kept, activations + final, logits, 0),  # the start of backward
         (gathered + copies, kept + parts + 4 * head, activations + again, 0, 0),  # the last block
         (0, kept + root + new, block + casts + temporary, 0, 0),  # the end of backward
         (0, 4 * num_parameters / num_shards, 0, 0, update),  # the optimizer
-        (4 * num_parameters, 0, 0, num_logits * (operand if compiled else 8), 0),  # evaluation, which gathers shards
-    )[: None if sharding else -1]
+    ]
+    if sharding:  # evaluation, which gathers them
+        moments.append((4 * num_parameters, 0, 0, num_logits * (operand if compiled else 8), 0))
     weights, gradients, activations, logits, update = max(moments, key=sum)
     return {
         "weights": weights + 4 * num_parameters / num_shards,

@@ -22,7 +22,8 @@ from recipe.model.size import count_inner
 
 SIDE_SECONDS = 0.002  # rows and columns double until a product takes this long, so none takes more than 10 ms
 ROUNDS = (3, 12)  # at least and at most; in between, until the time is up:
-PRODUCT_SECONDS, ATTENTION_SECONDS = 0.2, 0.1
+PRODUCT_SECONDS = 0.2
+ATTENTION_SECONDS = 0.1
 MOST_ROWS = 4096  # of a product
 LONGEST_PLAIN = 2048  # tokens: a head's scores are 16 MB then, and the time grows with the square
 HOPELESS = 4.0  # a type in which a small product takes this many times as long is not measured further
@@ -68,7 +69,9 @@ def time_products(device: torch.device, model_config: PreTrainedConfig, precisio
 
     Each matrix is cut to as many columns as there are rows, because whole matrices of a large model take too long.
     """
-    width, inner, num_layers = model_config.hidden_size, count_inner(model_config), model_config.num_hidden_layers
+    width = model_config.hidden_size
+    inner = count_inner(model_config)
+    num_layers = model_config.num_hidden_layers
     flops = Counter()  # of a token, by (width, columns)
     for shape in ((width, 4 * width), (width, inner), (inner, width)):  # attention's four matrices, the MLP's two
         flops[shape] += num_layers * math.prod(shape)
@@ -76,7 +79,9 @@ def time_products(device: torch.device, model_config: PreTrainedConfig, precisio
 
     small = {name: best_of(3, device, multiply(device, name, 64, 256, 256)[0]) for name in precisions}
     names = [name for name in precisions if small[name] < HOPELESS * min(small.values())]
-    side, widest, fastest = 64, max(width, inner), min(names, key=small.__getitem__)
+    side = 64
+    widest = max(width, inner)
+    fastest = min(names, key=small.__getitem__)
     while side < MOST_ROWS and best_of(2, device, multiply(device, fastest, side, widest, side)[0]) < SIDE_SECONDS:
         side *= 2
     cut = {shape: (side, shape[0], min(shape[1], side)) for shape in flops}
@@ -135,7 +140,8 @@ def time_attention(model_config: PreTrainedConfig, block_size: int, dtype: torch
 
 def best_in_turn(functions: dict[Any, Callable], device: torch.device, most_seconds: float) -> dict[Any, float]:
     """Return the seconds of each function's fastest call. They take turns, so busy neighbors slow all alike."""
-    seconds, started_at = dict.fromkeys(functions, math.inf), time.perf_counter()
+    seconds = dict.fromkeys(functions, math.inf)
+    started_at = time.perf_counter()
     for number in range(ROUNDS[1]):
         if number >= ROUNDS[0] and time.perf_counter() - started_at > most_seconds:
             break

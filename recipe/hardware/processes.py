@@ -94,7 +94,8 @@ def host_group(wait: timedelta = STEP_WAIT) -> dist.ProcessGroup | None:
 
 def gather(part: object) -> list:
     """Return the parts of all processes, in the order of their ranks. The devices do not wait."""
-    if (group := host_group()) is None:
+    group = host_group()
+    if group is None:
         return [part]
     parts = [None] * dist.get_world_size(group)
     dist.all_gather_object(parts, part, group=group)
@@ -130,10 +131,11 @@ def on_all_processes(function: Callable[[], T]) -> T:
 
 
 def check_same_run(identity: dict) -> None:
-    """Raise `UserError` if the processes were started with different options or data. identity: `run_identity`."""
+    """Raise `UserError` if the processes were started with different options or data, which `identity` holds."""
     main, *others = gather(identity)
     for rank, other in enumerate(others, start=1):
-        if different := [key for key in main if other.get(key) != main[key]]:
+        different = [key for key in main if other.get(key) != main[key]]
+        if different:
             listed = "; ".join(f"{key} {main[key]!r} and {other.get(key)!r}" for key in different)
             remedy = "run the same command on the same data on each machine"
             raise UserError(f"process 0 and process {rank} differ in {listed}; {remedy}")

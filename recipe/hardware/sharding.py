@@ -77,9 +77,11 @@ def shard(module: nn.Module, sharding: Sharding, device_type: str) -> None:
     processes of a machine, and each process accumulates its own shard. The average over machines is made outside
     `no_sync`, which Accelerate enters for all micro-batches of a step but the last.
     """
-    shape, names = (sharding.num_replicas, sharding.num_shards), ("replicas", "shards")
+    shape = (sharding.num_replicas, sharding.num_shards)
+    names = ("replicas", "shards")
     if sharding.num_replicas == 1:
-        shape, names = shape[1:], names[1:]
+        shape = (sharding.num_shards,)
+        names = ("shards",)
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
     for block in list_blocks(module):
         fully_shard(block, mesh=mesh, reshard_after_forward=sharding.reshard_after_forward)

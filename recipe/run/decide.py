@@ -31,9 +31,10 @@ from recipe.publish.hub import MainBranch, publishes_training_state, refuse_anot
 ORIGIN_NAME = ".resumed_from"  # in output_dir: the checkpoint with which its run began
 CLOSING_SECONDS = 3.0  # for the last checkpoint, the export and the curve
 EPOCHS_WITHOUT_BEST = 2.0  # after which a validation loss may rise again
-# With `eval_steps auto`: steps between evaluations, and the evaluations that look for the best model, at least and at
-# most; more would take longer than a short run on a tiny text.
-EVAL_STEPS, EVALUATIONS = 200, (10, 40)
+EVAL_STEPS = 200  # between evaluations, with `eval_steps auto`
+# Also with `auto`: the evaluations that look for the best model, at least and at most; more would take longer than a
+# short run on a tiny text.
+EVALUATIONS = (10, 40)
 # What begins a new stage when it changes. Only a branch, a run that begins with the checkpoint of another, may do so.
 DATA_IDENTITY = ("dataset", "streamed_text", "streaming", "dataset_weights", "block_size")
 FIXED = ("optim", "pad_vocab_to_multiple_of")  # of IDENTITY_OPTIONS: the saved tensors depend on them
@@ -154,7 +155,8 @@ class Start:
 
 def decide_start(requested: TrainConfig, recipe: str, surroundings: Surroundings) -> Start:
     """Decide where the run starts. Raises `UserError` for what cannot work, before text is prepared for hours."""
-    folder, named = surroundings.folder, surroundings.named
+    folder = surroundings.folder
+    named = surroundings.named
     check_folder(requested, folder, named)
     resume, says = choose_checkpoint(requested, surroundings)
     # The Hub's checkpoint is this run's only in the repository to which this run publishes, whatever its id says.
@@ -165,11 +167,15 @@ def decide_start(requested: TrainConfig, recipe: str, surroundings: Surroundings
         refuse_another(requested, surroundings.main_branch, saved.state.run_id if saved and continues else None)
     check_trackers(requested, surroundings.trackers)
     machine = dataclasses.replace(surroundings.machine, kept=saved.state.hardware if saved else {})
-    fit_warmup(requested, requested.max_steps, surroundings.typed_options)  # raises an error for a typed one,
-    micro_batch_sizes(requested, machine)  # this for what does not divide the batch,
-    settle(requested, machine)  # and this for what does not work on the device
+    # Each of these raises an error for what cannot work: a typed warm-up that is too long, a micro-batch that does not
+    # divide the batch, and what the device or shards do not support.
+    fit_warmup(requested, requested.max_steps, surroundings.typed_options)
+    micro_batch_sizes(requested, machine)
+    settle(requested, machine)
     check_sharded(requested, machine)
-    origin = folder.origin if folder.steps else find_origin(resume) if named else None
+    origin = folder.origin
+    if not folder.steps:
+        origin = find_origin(resume) if named else None
     return Start(requested, recipe, surroundings, machine, resume, continues, origin, says)
 
 
@@ -193,9 +199,10 @@ def check_folder(requested: TrainConfig, folder: Folder, named: Named | None) ->
     is_same = requested.resume_from_checkpoint == "auto" or (named is not None and named.place in own)
     other = "choose another --output_dir" + (f" to begin with {named.text}" if named else "")
     if folder.steps and not is_same:
-        options = {"config": folder.path / CONFIG_NAME, "output_dir": folder.path, "resume_from_checkpoint": "auto"}
+        config = folder.path / CONFIG_NAME
+        again = shell_command(config=config, output_dir=folder.path, resume_from_checkpoint="auto")
         what = f"{folder.path} contains a run, up to {os.path.basename(str(newest))}"
-        raise UserError(f"{what}; continue it ({shell_command(**options)}), delete the folder, or {other}")
+        raise UserError(f"{what}; continue it ({again}), delete the folder, or {other}")
     if not folder.steps and folder.has_ended and is_same:
         raise UserError(f"the run in {folder.path} has ended, and left no checkpoint; delete the folder, or {other}")
     if not folder.steps and folder.left and not is_same:
@@ -212,7 +219,8 @@ def choose_checkpoint(requested: TrainConfig, surroundings: Surroundings) -> tup
 
     Raises `UserError` if all of them are damaged or missing: a run never silently starts over.
     """
-    folder, named = surroundings.folder, surroundings.named
+    folder = surroundings.folder
+    named = surroundings.named
     intact = [checkpoint for checkpoint in surroundings.checkpoints if checkpoint.fault is None]
     faults = [f"{checkpoint.path}: {checkpoint.fault}" for checkpoint in surroundings.checkpoints if checkpoint.fault]
     if intact:
@@ -307,15 +315,20 @@ def decide_run(
 ) -> Run:
     """Resolve the length of the run and every `auto`. Raises `UserError` if run and checkpoint do not belong together.
 
-    usable_bytes: the memory of each process. rates: measured here, for the choices that `settle` leaves open.
+    usable_bytes: the memory of each process. rates: measured here, for the choices that nothing else decides.
     """
-    requested, saved, resume = start.requested, start.saved, start.resume
+    requested = start.requested
+    saved = start.saved
+    resume = start.resume
     state = saved.state if saved else RunState()
     identity = run_identity(requested, data.metadata, model.config)
     differing = list_differences(start, identity, model) if saved else {}
     begins_stage = start.is_branch and not differing.keys().isdisjoint((*DATA_IDENTITY, "seed"))
-    stage_start = 0 if not state.stages else state.examples if begins_stage else state.stage.examples
-    position = state.step, state.examples, saved.schedule if saved else None, state.progress, stage_start
+    stage_start = 0
+    if state.stages:
+        stage_start = state.examples if begins_stage else state.stage.examples
+    before = saved.schedule if saved else None
+    position = (state.step, state.examples, before, state.progress, stage_start)
     num_steps = plan_schedule(requested, data.num_rows, *position).max_steps
     schedule = plan_schedule(fit_warmup(requested, num_steps, start.typed_options), data.num_rows, *position)
     changes = check_identity(start, differing, schedule) if saved else {}
@@ -420,7 +433,8 @@ def list_differences(start: Start, identity: dict[str, Any], model: ModelFacts) 
     assert start.saved is not None
     # An option that is newer than the checkpoint had its default; so had a model's option from a later Transformers.
     before = {name: DEFAULTS[name] for name in IDENTITY_OPTIONS} | start.saved.identity
-    before |= _model_identity(model.saved) if model.saved else {}
+    if model.saved:
+        before |= _model_identity(model.saved)
     names = identity.keys() - {"dataset_revision"}  # the rows count, not the commit
     return {name: (before.get(name), identity[name]) for name in names if before.get(name) != identity[name]}
 
@@ -432,7 +446,7 @@ def list_other_changes(start: Start) -> dict[str, tuple]:
     """
     assert start.resume is not None
     told = {*SCHEDULE_OPTIONS, *IDENTITY_OPTIONS, *RESOLVED, "global_batch_size", "config_overrides", "push_to_hub"}
-    told |= {*PATHS}
+    told.update(PATHS)
     before = DEFAULTS | start.resume.options
     return {
         name: (before[name], now)
@@ -454,7 +468,8 @@ def check_identity(start: Start, differing: dict[str, tuple], schedule: Schedule
     schedule and, if it is typed, the global batch; in a branch, the tokenizer, the shape and the kind of optimizer.
     """
     assert start.resume is not None and start.saved is not None
-    where, saved = start.resume.path, start.saved
+    where = start.resume.path
+    saved = start.saved
     refused = {key: v for key, v in differing.items() if not (start.is_branch and may_change_in_branch(key))}
     changes = list_changes(saved.schedule, schedule, saved.state.examples)
     micro_batch = {"per_device_train_batch_size", "gradient_accumulation_steps"}  # both set the batch
@@ -491,14 +506,16 @@ def recorded_options(run: Run, has_ended: bool) -> TrainConfig:
 
     has_ended: no step is left to make, so the weights are those of the checkpoint's schedule.
     """
-    requested, saved = run.start.requested, run.start.saved
+    requested = run.start.requested
+    saved = run.start.saved
     schedule = saved.schedule if has_ended and saved else run.schedule
     options = {name: getattr(schedule, name) for name in ("global_batch_size", *SCHEDULE_OPTIONS)}
     resolved = {name: getattr(run.config, name) for name in RESOLVED}
     if has_ended and run.continues:
         resolved |= {name: before for name, (before, _) in run.other_changes.items()}
     if schedule.max_minutes and requested.num_train_epochs:  # other minutes keep this limit
-        resolved["num_train_epochs"], options["max_steps"] = requested.num_train_epochs, None
+        resolved["num_train_epochs"] = requested.num_train_epochs
+        options["max_steps"] = None
     return dataclasses.replace(requested, **options | resolved)
 
 
@@ -522,7 +539,8 @@ def decide_turn(run: Run, state: RunState, stop: bool) -> Turn:
     A step is saved before it is evaluated, so a run that is killed during an evaluation loses only that evaluation,
     not the steps since the previous checkpoint.
     """
-    config, progress = run.config, measure_progress(run.schedule, state)
+    config = run.config
+    progress = measure_progress(run.schedule, state)
     is_last = is_over(run, state)
     decay_start = None
     if run.schedule.is_decaying(progress):

@@ -38,8 +38,14 @@ from recipe.run.stop import EXIT_STOPPED, StopSignals, describe_signal
 
 STOP_SECONDS = 60.0  # for uploads after a signal: Slurm's batch files leave 300 s for all of the end
 SUMMARIZED = (  # of the record
-    *("num_parameters", "command", "num_processes", "mixed_precision", "dynamo_backend", "attn_implementation"),
-    *("per_device_train_batch_size", "environment"),
+    "num_parameters",
+    "command",
+    "num_processes",
+    "mixed_precision",
+    "dynamo_backend",
+    "attn_implementation",
+    "per_device_train_batch_size",
+    "environment",
 )
 INDENTED = {"initial_indent": "    ", "subsequent_indent": "    ", "replace_whitespace": False}
 SAME_LENGTH = 0.05  # a run is compared with one whose number of tokens differs by at most this share
@@ -54,13 +60,16 @@ def stop_run(log: RunLog, uploads: HubUploads, state: RunState, signals: StopSig
         how = "resume" if saved or list_checkpoints(log.output_dir) else "start again"
         how = f"to {how}, repeat your command with"
         if state.step == 0:
-            where, how, options = "with nothing to save", "the same command starts again", ""
+            where = "with nothing to save"
+            how = "the same command starts again"
+            options = ""
         mark_resumable(True)  # also if the run had nothing new to save, or could not save it
         log.say_sentence(f"stopped by {describe_signal(signals.agreed)} after step {state.step:,}, {where}; {how}")
         if options:
             log.say(f"    {options}")
         log.list_failures()
-        num_signals, signals.interrupted_at = signals.count, None  # the next Ctrl-C only ends the uploads
+        num_signals = signals.count
+        signals.interrupted_at = None  # the next Ctrl-C only ends the uploads
         uploads.finish(None, STOP_SECONDS, lambda: signals.count > num_signals)
         log.end()
 
@@ -91,7 +100,9 @@ def finish_run(
     def finish() -> int:
         step, loss = read_exported(folder) or (state.step, state.loss)
         evaluation = {"loss": loss, "perplexity": exp_or_inf(loss), "bits_per_byte": math.nan, "num_rows": None}
-        evaluation |= {"sample": None, **state.evaluations.get(step, {}), "step": step}  # none, if it was not logged
+        evaluation["sample"] = None
+        evaluation |= state.evaluations.get(step, {})  # nothing, if it was not logged
+        evaluation["step"] = step
         summary = read_summary(folder, state.run_id)
         if summary.get("step") != state.step:
             summary = write_summary(log, build_summary(log, state, record, evaluation))
@@ -117,10 +128,12 @@ def describe_end(run: Run, state: RunState, exported: dict[str, Any]) -> Iterato
     """
     losses = {exported["step"]: exported["loss"]} | {int(step): loss for step, loss in state.losses.items()}
     lowest = min(losses, key=losses.__getitem__)
-    epochs, steps = run.count_epochs(state.stage_examples), max(1, state.step - state.stage.step)
+    epochs = run.count_epochs(state.stage_examples)
+    steps = max(1, state.step - state.stage.step)
     counts = [max(epochs.values(), default=0.0) * (step - state.stage.step) / steps for step in (lowest, state.step)]
     text = f"lowest validation loss {losses[lowest]:.4f} at step {lowest:,} of {state.step:,}"
-    text += f" ({counts[0]:.1f} of {counts[1]:.1f} epochs)" if epochs else ""
+    if epochs:
+        text += f" ({counts[0]:.1f} of {counts[1]:.1f} epochs)"
     is_kept = run.config.load_best_model_at_end == "true"
     if lowest == exported["step"]:
         if is_kept or lowest != state.step:
@@ -161,6 +174,7 @@ def write_summary(log: RunLog, values: dict[str, Any]) -> dict[str, Any]:
 def build_summary(log: RunLog, state: RunState, record: dict[str, Any], evaluation: dict[str, Any]) -> dict[str, Any]:
     """Return the content of summary.json. evaluation: of the exported model, with its step."""
     peaks = [event["peak_memory_bytes"] for event in log.events if event["event"] == "train"]
+    mixture = {"mixture": evaluation["mixture"]} if "mixture" in evaluation else {}
     return {
         "run_id": state.run_id,
         "step": state.step,
@@ -172,7 +186,7 @@ def build_summary(log: RunLog, state: RunState, record: dict[str, Any], evaluati
         "perplexity": evaluation["perplexity"],
         "bits_per_byte": evaluation["bits_per_byte"],
         "eval_rows": evaluation["num_rows"],
-        **({"mixture": evaluation["mixture"]} if "mixture" in evaluation else {}),
+        **mixture,
         "initial": {key: value for key, value in state.initial.items() if key != "sample"},
         "tokens_per_second": measure_speed(log.events),
         "peak_memory_bytes": max(peaks, default=0),
@@ -186,28 +200,31 @@ def build_summary(log: RunLog, state: RunState, record: dict[str, Any], evaluati
 
 def closing_lines(run: Run, summary: dict[str, Any], sample: str | None, state: RunState) -> str:
     """Return the results as lines to grep, a sample, and the commands that may come next."""
-    config, output_dir = run.config, run.start.output_dir
-    speed, memory = summary["tokens_per_second"], summary["peak_memory_bytes"] / 1e9
-    block: dict[str, object] = {"initial_loss": f"{summary['initial']['loss']:.4f}"} if summary["initial"] else {}
-    block |= {
-        "eval_loss": f"{summary['eval_loss']:.4f}",
-        **{f"eval_loss/{name}": f"{part['loss']:.4f}" for name, part in summary.get("mixture", {}).items()},
-        "perplexity": f"{summary['perplexity']:.2f}",
-        "bits_per_byte": describe_bits(summary["bits_per_byte"]),
-        **({"best_step": summary["exported_step"]} if config.load_best_model_at_end == "true" else {}),
-        "steps": summary["step"],
-        "tokens": summary["tokens_seen"],
-        "tokens_per_second": f"{speed:.0f}",
-        "train_seconds": f"{summary['train_seconds']:.1f}",
-        "total_seconds": f"{summary['wall_seconds']:.1f}",
-        "peak_memory_gb": f"{memory:.2f}",
-        "model": output_dir,
-    }
+    config = run.config
+    output_dir = run.start.output_dir
+    block: dict[str, object] = {}
+    if summary["initial"]:
+        block["initial_loss"] = f"{summary['initial']['loss']:.4f}"
+    block["eval_loss"] = f"{summary['eval_loss']:.4f}"
+    for name, part in summary.get("mixture", {}).items():
+        block[f"eval_loss/{name}"] = f"{part['loss']:.4f}"
+    block["perplexity"] = f"{summary['perplexity']:.2f}"
+    block["bits_per_byte"] = describe_bits(summary["bits_per_byte"])
+    if config.load_best_model_at_end == "true":
+        block["best_step"] = summary["exported_step"]
+    block["steps"] = summary["step"]
+    block["tokens"] = summary["tokens_seen"]
+    block["tokens_per_second"] = f"{summary['tokens_per_second']:.0f}"
+    block["train_seconds"] = f"{summary['train_seconds']:.1f}"
+    block["total_seconds"] = f"{summary['wall_seconds']:.1f}"
+    block["peak_memory_gb"] = f"{summary['peak_memory_bytes'] / 1e9:.2f}"
+    block["model"] = output_dir
     width = max(19, *(len(key) + 2 for key in block))
     lines = ["---", *(f"{key + ':':{width}}{value}" for key, value in block.items())]
-    results = summary["tokens_seen"], summary["eval_loss"]
-    if len(state.stages) == 1 and (compared := compare_with_expected(config, run.data.metadata, *results)):
-        lines += ["", *textwrap.wrap(compared, 80, break_on_hyphens=False)]
+    if len(state.stages) == 1:
+        compared = compare_with_expected(config, run.data.metadata, summary["tokens_seen"], summary["eval_loss"])
+        if compared is not None:
+            lines += ["", *textwrap.wrap(compared, 80, break_on_hyphens=False)]
     if sample is not None:
         lines += ["", f"A sample for the prompt {config.sample_prompt!r}:"]
         lines += [textwrap.fill(line, 80, **INDENTED) for line in sample.splitlines()]
@@ -215,7 +232,8 @@ def closing_lines(run: Run, summary: dict[str, Any], sample: str | None, state: 
         remedy = "start a new run, or resume from an earlier checkpoint, with a lower --learning_rate"
         return "\n".join([*lines, "", *textwrap.wrap(f"The loss is not finite: {remedy}.", 80)])
     how: dict[str, object] = {"interactive": True} if run.model.is_chat else {"prompt": config.sample_prompt}
-    how |= {"trust_remote_code": True} if getattr(run.model.config, "auto_map", None) else {}  # of one's own
+    if getattr(run.model.config, "auto_map", None):  # its layers are the user's own
+        how["trust_remote_code"] = True
     generate = shell_command("python", "scripts/generate_text.py", model=output_dir, **how)
     lines += ["", f"  generate   {generate}"]
     # To train twice as long, from before the decay if there is one.
@@ -245,12 +263,19 @@ def compare_with_expected(config: TrainConfig, metadata: dict[str, Any], num_tok
     metadata: the dataset's. The recipe of a published run holds the hash of its text. Other recipes name a dataset;
     the last part of that name must occur in the name of the text, or in its path as typed.
     """
-    if (expected := config.expected_loss) is None:
+    expected = config.expected_loss
+    if expected is None:
         return None
-    difference, tolerance = loss - expected["value"], expected["tolerance"]
-    verdict = f"{abs(difference):.2f} " + ("lower" if difference < 0 else "higher")
-    verdict = "as expected" if abs(difference) <= tolerance else verdict if math.isfinite(loss) else "not finite"
-    name, source = re.escape(expected["dataset"].rpartition("/")[2]), metadata["source"]
+    difference = loss - expected["value"]
+    tolerance = expected["tolerance"]
+    if abs(difference) <= tolerance:
+        verdict = "as expected"
+    elif math.isfinite(loss):
+        verdict = f"{abs(difference):.2f} " + ("lower" if difference < 0 else "higher")
+    else:
+        verdict = "not finite"
+    name = re.escape(expected["dataset"].rpartition("/")[2])
+    source = metadata["source"]
     texts = [source.get("dataset_name") or "", *(source.get("train_files") or ())]  # a mixture is no known dataset
     pattern = re.compile(rf"(?<![\w-]){name}(?![\w-])", re.IGNORECASE)  # fineweb-edu is not fineweb
     is_other = not any(map(pattern.search, texts))

@@ -55,10 +55,18 @@ class RunLog:
         optimizer: torch.optim.Optimizer,
         guard: UpdateGuard,
     ) -> None:
-        self.run, self.config, self.accelerator, self.output_dir = run, run.config, accelerator, run.start.output_dir
-        self.device, self.enabled = accelerator.device, accelerator.is_main_process
-        self.batches, self.optimizer, self.guard = batches, optimizer, guard  # log lines show their numbers
-        self.flops_per_token, self.previous_seconds = record["flops_per_token"], state.seconds
+        self.run = run
+        self.config = run.config
+        self.accelerator = accelerator
+        self.output_dir = run.start.output_dir
+        self.device = accelerator.device
+        self.enabled = accelerator.is_main_process
+        # Log lines show the numbers of these three.
+        self.batches = batches
+        self.optimizer = optimizer
+        self.guard = guard
+        self.flops_per_token = record["flops_per_token"]
+        self.previous_seconds = state.seconds
         self.events = read_events(self.output_dir) if self.enabled else []  # of all starts
         self.step_seconds = 0.0  # of a step, at the newest line
         self.total_bytes = measure_total_bytes(self.device)
@@ -67,9 +75,12 @@ class RunLog:
         self.bar: tqdm | None = None  # from the first log line on: nothing before it shows the speed
         self.tolerate("tracker events", lambda: self._init_trackers(state, record))
         self.sums: dict[str, torch.Tensor] = {}  # over the steps since the last log line, on the device
-        self.grad_norm, self.num_clipped = torch.zeros(()), torch.zeros((), device=self.device)
+        self.grad_norm = torch.zeros(())
+        self.num_clipped = torch.zeros((), device=self.device)
         self.has_saved = False
-        self.lap_steps, self.lap_seconds, self.lap_started_at = 0, 0.0, time.perf_counter()
+        self.lap_steps = 0
+        self.lap_seconds = 0.0
+        self.lap_started_at = time.perf_counter()
 
     def _init_trackers(self, state: RunState, record: dict[str, Any]) -> None:
         """Start the trackers. Names and ids identify the run, even after it resumes."""
@@ -96,7 +107,8 @@ class RunLog:
     def say(self, text: str) -> None:
         """Print above the progress bar."""
         if self.enabled:
-            (self.bar.write if self.bar else print)(printable(text), file=sys.stdout)
+            write = self.bar.write if self.bar else print
+            write(printable(text), file=sys.stdout)
             sys.stdout.flush()
 
     def say_sentence(self, text: str) -> None:
@@ -125,7 +137,9 @@ class RunLog:
         self.tolerate("tracker events", lambda: self.accelerator.log(numbers, step=at))
 
     def _append(self, values: dict[str, Any]) -> None:
-        line = "\n" * self.is_torn + json.dumps(values, allow_nan=False) + "\n"
+        line = json.dumps(values, allow_nan=False) + "\n"
+        if self.is_torn:
+            line = "\n" + line
         self.is_torn = True  # a full disk may take a part of the line
         with open(self.output_dir / METRICS_NAME, "a", encoding="utf-8") as file:
             file.write(line)
@@ -151,7 +165,7 @@ class RunLog:
         missing: dict[str, list[str]] = {}
         for what, (count, reason) in self.failures.items():
             if not (self.output_dir / what).is_dir():  # of a checkpoint, or the best model
-                missing.setdefault(reason, []).append(what + f" ({count} times)" * (count > 1))
+                missing.setdefault(reason, []).append(f"{what} ({count} times)" if count > 1 else what)
         for reason, names in missing.items():
             shown = names if len(names) < LISTED else [*names[:2], f"... {names[-1]} ({len(names)} in all)"]
             self.say(f"not written: {', '.join(shown)}: {reason}")
@@ -187,17 +201,22 @@ class RunLog:
         numbers = torch.stack([*sums, self.grad_norm, self.num_clipped, *self.guard.counts, *scale])
         reduced = self.accelerator.reduce(numbers, reduction="mean")
         assert isinstance(reduced, torch.Tensor)  # as what went in
-        numbers, count = reduced.tolist(), len(self.sums)
-        means, (norm, clipped, skipped, bad), scale = numbers[:count], numbers[count : count + 4], numbers[count + 4 :]
+        numbers = reduced.tolist()
         waited = self.batches.take_wait()  # after `tolist`, for which the device had to finish
-        means = dict(zip(self.sums, means, strict=True))
+        count = len(self.sums)
+        means = dict(zip(self.sums, numbers[:count], strict=True))
+        norm, clipped, skipped, bad, *scale = numbers[count:]
+        loss_scale = {"loss_scale": scale[0]} if scale else {}
         self._stop_clock()
-        steps, seconds = self.lap_steps, self.lap_seconds
+        steps = self.lap_steps
+        seconds = self.lap_seconds
         num_tokens = steps * self.config.tokens_per_step
         self.step_seconds = seconds / steps
         state.train_seconds += seconds
-        self.sums, self.lap_steps, self.lap_seconds = {}, 0, 0.0
+        self.sums = {}
         self.num_clipped = torch.zeros((), device=self.device)
+        self.lap_steps = 0
+        self.lap_seconds = 0.0
         self.lap_started_at = time.perf_counter()
         peak = peak_flops_per_second(self.device)
         flops = num_tokens / seconds * self.flops_per_token / self.accelerator.num_processes
@@ -208,7 +227,7 @@ class RunLog:
             **learning_rates(self.optimizer),
             "grad_norm": norm,
             "clipped_share": clipped / steps,
-            **({"loss_scale": scale[0]} if scale else {}),
+            **loss_scale,
             "step_ms": 1000 * seconds / steps,
             "tokens_per_second": num_tokens / seconds,
             "train_seconds": state.train_seconds,
@@ -229,22 +248,31 @@ class RunLog:
 
     def saved(self, seconds: float) -> None:
         """Warn after the first checkpoint, which took this long, if the launcher would not wait for one."""
-        if not self.has_saved and (warning := kill_warning(os.environ, self.step_seconds + seconds)):
-            self.say_sentence(f"warning: {warning}")
+        if not self.has_saved:
+            warning = kill_warning(os.environ, self.step_seconds + seconds)
+            if warning is not None:
+                self.say_sentence(f"warning: {warning}")
         self.has_saved = True
 
     def _show_progress(self, state: RunState, values: dict[str, Any]) -> None:
         max_steps = self.config.max_steps
         progress = max(state.progress, state.step / (max_steps or math.inf))  # the first: before the step
         if self.bar is None:
-            layout = "{desc} {elapsed}<{remaining}{postfix}"
-            options = {"total": 1.0, "initial": progress, "bar_format": layout, "dynamic_ncols": True}
-            options["delay"] = 1e-9  # or the bar appears before its numbers are set
-            self.bar = tqdm(disable=not self.enabled, smoothing=0.1, **options, **progress_target())
+            self.bar = tqdm(
+                total=1.0,
+                initial=progress,
+                bar_format="{desc} {elapsed}<{remaining}{postfix}",
+                dynamic_ncols=True,
+                smoothing=0.1,
+                delay=1e-9,  # or the bar appears before its numbers are set
+                disable=not self.enabled,
+                **progress_target(),
+            )
         is_known = max_steps and not self.config.max_minutes
         steps = f"{state.step:,}/{max_steps:,}" if is_known else f"{state.step:,}, {progress:.0%}"
         self.bar.set_description_str(steps, refresh=False)
-        parts, width = describe_progress(values, self.total_bytes), math.inf
+        parts = describe_progress(values, self.total_bytes)
+        width = math.inf
         if sys.stderr.isatty():
             times = "1:00:00<1:00:00" if state.train_seconds > 3600 * progress else "00:00<00:00"
             width = shutil.get_terminal_size().columns - len(f"{steps} {times}, ")
@@ -289,7 +317,8 @@ class RunLog:
             self.say_sentence(f"  {describe_seen(self.run, state, speed)}")
         if has_begun_to_diverge(self.events):
             self.say("validation rises while training falls: the model begins to memorize its text")
-        if has_stalled(state, patience := self.config.early_stopping_patience):
+        patience = self.config.early_stopping_patience
+        if has_stalled(state, patience):
             self.say(f"stopping early: {plural(patience or 0, 'evaluation')} without a new lowest validation loss")
 
     def record_changes(self, step: int, changes: dict[str, tuple]) -> None:
@@ -322,15 +351,24 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 def describe_progress(values: dict[str, Any], total_bytes: int) -> list[str]:
     """Return the numbers of a log line, the most important ones first. total_bytes: the memory of the device."""
-    used, peak = (values[name] / total_bytes for name in ("memory_bytes", "peak_memory_bytes"))
-    waiting, ms = values["share_waiting_for_data"], values["step_ms"]
     parts = [f"loss {values['loss']:.3f}", f"lr {values['learning_rate']:.1e}", f"norm {values['grad_norm']:.2f}"]
-    parts += [f"skipped updates {values['skipped_steps']:,}"] if values["skipped_steps"] else []
-    parts += [f"epoch {epoch:.1f}"] if (epoch := values.get("epoch", 0.0)) > 1 else []  # before, progress says it
-    parts += [f"{ms:,.{1 if ms < 10 else 0}f} ms", f"{tqdm.format_sizeof(values['tokens_per_second'])} tok/s"]
-    parts += [f"{waiting:.0%} waiting for data"] if waiting > WAITING_SHARE else []
-    parts += [f"{values['mfu']:.0%} MFU"] if values["mfu"] is not None else []
-    parts += [f"scale {values['loss_scale']:,.0f}"] if "loss_scale" in values else []
+    if values["skipped_steps"]:
+        parts.append(f"skipped updates {values['skipped_steps']:,}")
+    epoch = values.get("epoch", 0.0)
+    if epoch > 1:  # before, the progress says it
+        parts.append(f"epoch {epoch:.1f}")
+    ms = values["step_ms"]
+    parts.append(f"{ms:,.1f} ms" if ms < 10 else f"{ms:,.0f} ms")
+    parts.append(f"{tqdm.format_sizeof(values['tokens_per_second'])} tok/s")
+    waiting = values["share_waiting_for_data"]
+    if waiting > WAITING_SHARE:
+        parts.append(f"{waiting:.0%} waiting for data")
+    if values["mfu"] is not None:
+        parts.append(f"{values['mfu']:.0%} MFU")
+    if "loss_scale" in values:
+        parts.append(f"scale {values['loss_scale']:,.0f}")
+    used = values["memory_bytes"] / total_bytes
+    peak = values["peak_memory_bytes"] / total_bytes
     return [*parts, f"{used:.0%} of {total_bytes / 1e9:.0f} GB, peak {peak:.0%}"]
 
 
@@ -351,11 +389,16 @@ def describe_seen(run: Run, state: RunState, tokens_per_second: float) -> str:
         if None not in documents and sum(documents) > 1:  # one is the whole text
             seen = sum(min(1, count) * total for count, total in zip(epochs.values(), documents, strict=True))
             text += f"; {plural(round(seen), 'document')}"
-        text += "; epoch " + ", ".join(f"{count:.2f}{f' of {name}' if name else ''}" for name, count in epochs.items())
+        shown = [f"{count:.2f} of {name}" if name else f"{count:.2f}" for name, count in epochs.items()]
+        text += f"; epoch {', '.join(shown)}"
         if len(epochs) == 1:
             minutes = run.data.metadata["splits"]["train"]["rows"] * run.config.block_size / tokens_per_second / 60
-            duration = f"{60 * minutes:.0f} s" if minutes < 1 else f"{minutes:.1f} min"
-            text += f" ({duration})" if minutes < 60 else f" ({minutes / 60:.1f} h)"
+            if minutes < 1:
+                text += f" ({60 * minutes:.0f} s)"
+            elif minutes < 60:
+                text += f" ({minutes:.1f} min)"
+            else:
+                text += f" ({minutes / 60:.1f} h)"
     return text
 
 
@@ -367,8 +410,8 @@ def describe_bits(bits_per_byte: float | None) -> str:
 def describe_evaluation(what: str, values: dict[str, Any]) -> str:
     """Return one line with the results of an evaluation, and one more for each dataset of a mixture."""
     train = f"train {values['train_loss']:.4f}, " if "train_loss" in values else ""
-    perplexity = f"{values['perplexity']:,.{2 if values['perplexity'] < 100 else 0}f}"
-    line = f"{what}: {train}validation {values['loss']:.4f}, perplexity {perplexity}, "
+    digits = 2 if values["perplexity"] < 100 else 0
+    line = f"{what}: {train}validation {values['loss']:.4f}, perplexity {values['perplexity']:,.{digits}f}, "
     line += f"{describe_bits(values['bits_per_byte'])} bits/byte"
     for name, part in values.get("mixture", {}).items():
         line += f"\n  {name}: validation {part['loss']:.4f}, {describe_bits(part['bits_per_byte'])} bits/byte"

@@ -4,7 +4,6 @@ Nothing but the lock of the folder changes. recipe/run/decide.py says what the f
 """
 
 import contextlib
-import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -70,16 +69,20 @@ def claim_folder(requested: TrainConfig, recipe: str) -> Path:
         path = find_run_folder(Path(text))
     if path is None:
         name = requested.run_name or default_name(requested, recipe)
-        numbered = (Path("runs", f"{name}-{number}" if number > 1 else name) for number in itertools.count(1))
-        unused = (path for path in numbered if not (found := look_at_folder(path)).left and not found.steps)
-        return next(path for path in unused if lock_output_dir(path))
+        number = 1
+        while True:
+            path = Path("runs", f"{name}-{number}" if number > 1 else name)
+            found = look_at_folder(path)
+            if not found.left and not found.steps and lock_output_dir(path):
+                return path
+            number += 1
     if not lock_output_dir(path):
         raise UserError(f"{path} is in use by another process; wait for it to end, or choose another --output_dir")
     return path
 
 
 def find_run_folder(path: Path) -> Path | None:
-    """Return the folder of the run to which a path belongs: a run's folder, or a checkpoint inside of it."""
+    """Return the folder of the run to which a path belongs: a run's folder, or a checkpoint inside it."""
     if list_checkpoints(path):
         return path
     checkpoint = Path(os.path.realpath(path))
@@ -100,10 +103,13 @@ def default_name(requested: TrainConfig, recipe: str) -> str:
 
 def look_at_folder(path: Path) -> Folder:
     """Return what is in an output folder, which need not exist."""
-    metrics, origin, checkpoints = path / METRICS_NAME, path / ORIGIN_NAME, list_checkpoints(path)
+    metrics = path / METRICS_NAME
+    origin = path / ORIGIN_NAME
+    checkpoints = list_checkpoints(path)
     is_of_a_run = bool(checkpoints) or (path / CONFIG_NAME).exists()
     left = [name for name in (SUMMARY_NAME, WEIGHTS_NAME) if (path / name).exists()]
-    left += [METRICS_NAME] if metrics.is_file() and b'"event": "train"' in metrics.read_bytes() else []
+    if metrics.is_file() and b'"event": "train"' in metrics.read_bytes():
+        left.append(METRICS_NAME)
     began_with = origin.read_text().strip() if origin.is_file() else None
     return Folder(
         path=path,
@@ -140,15 +146,18 @@ def look_at_checkpoints(requested: TrainConfig, folder: Folder, named: Named | N
             path = checkpoint_dir(folder.path / DOWNLOAD_NAME, saved.state.step)
             yield Checkpoint(path, None, saved, repo_id=repo_id, branch=branch)
         return
-    paths: list[tuple[Path, Path]] = []  # where each is, and its name after `clean_checkpoints`
+    paths: list[tuple[Path, Path]] = []  # where each is, and where it will be after an interrupted save is cleaned up
     if folder.steps:
         paths = [(path, checkpoint_dir(folder.path, checkpoint_step(path))) for path in list_checkpoints(folder.path)]
     elif named is not None and not named.is_gone:
         path = Path(named.text)
-        is_checkpoint = any((path / name).is_file() for name in (STATE_NAME, MANIFEST_NAME))
-        paths = [(path, path) for path in list_checkpoints(path) or [path] * is_checkpoint]
+        found = list_checkpoints(path)
+        if not found and any((path / name).is_file() for name in (STATE_NAME, MANIFEST_NAME)):
+            found = [path]
+        paths = [(path, path) for path in found]
     for path, name in reversed(paths):
-        if (fault := why_damaged(path)) is None:
+        fault = why_damaged(path)
+        if fault is None:
             yield Checkpoint(name, None, read_state(path), read_recorded_options(path.parent))
             return
         yield Checkpoint(name, fault)

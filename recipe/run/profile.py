@@ -18,14 +18,15 @@ def build_profiler(run: Run, log: RunLog) -> contextlib.AbstractContextManager:
     It profiles three steps of the main process, and writes a trace for Perfetto and chrome://tracing into the run's
     folder. Writing takes seconds, which do not count in the speed.
     """
-    after, accelerator = run.config.profile, log.accelerator
+    after = run.config.profile
+    accelerator = log.accelerator
     if after is None or not accelerator.is_main_process:
         return contextlib.nullcontext()
 
     def show(profile: torch.profiler.profile) -> None:
         with log.paused():
             profile.export_chrome_trace(str(log.output_dir / TRACE_NAME))
-            key = f"self_{'cuda' if accelerator.device.type == 'cuda' else 'cpu'}_time_total"
+            key = "self_cuda_time_total" if accelerator.device.type == "cuda" else "self_cpu_time_total"
             table = profile.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=30)
             log.say(f"{table}\nat most {PROFILED_STEPS} steps; trace: {log.output_dir / TRACE_NAME}")
 

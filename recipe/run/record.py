@@ -25,13 +25,17 @@ NAMED_FILES = 5  # a shell may expand a pattern to thousands
 
 def describe_run(run: Run, device: torch.device, model: PreTrainedModel, state: RunState) -> dict[str, Any]:
     """Return what the run is: the content of its `start` event. device: of this process."""
-    config, metadata, shape, resume = run.config, run.data.metadata, model.config, run.start.resume
+    config = run.config
+    metadata = run.data.metadata
+    shape = model.config
+    resume = run.start.resume
     tokenizer_id = hub_id(metadata.get("tokenizer") or config.tokenizer_name)
     base_model_id = hub_id(config.model_name_or_path)
     starts = read_starts(resume.path) if resume else []
     if resume:  # a local model may be gone by now; the run of the checkpoint knew it when it began
         first = starts[0] if starts else {}
-        base_model_id, tokenizer_id = first.get("base_model_id"), first.get("data", {}).get("tokenizer_id")
+        base_model_id = first.get("base_model_id")
+        tokenizer_id = first.get("data", {}).get("tokenizer_id")
     data = describe_data(metadata) | {
         "tokenizer_sha256": metadata["tokenizer_sha256"],
         "tokenizer_id": tokenizer_id,  # if it is on the Hub
@@ -39,8 +43,15 @@ def describe_run(run: Run, device: torch.device, model: PreTrainedModel, state: 
     }
     if config.streaming:  # only the head of the training text has been counted
         data["splits"].pop("train")
-    names = ("seed", "mixed_precision", "dynamo_backend", "attn_implementation", "optim")
-    names += ("per_device_train_batch_size", "gradient_accumulation_steps")
+    names = (
+        "seed",
+        "mixed_precision",
+        "dynamo_backend",
+        "attn_implementation",
+        "optim",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+    )
     return {
         "recipe": run.start.recipe,
         "command": shell_command(*sys.argv),
@@ -70,7 +81,9 @@ def describe_stages(state: RunState, data: dict[str, Any], starts: list[dict[str
     data: of the current one. starts: events; the newest names the other stages.
     """
     newest = starts[-1] if starts else {}
-    texts = [*(newest.get("stages") or [newest.get("data", {})]), *({} for _ in state.stages)][: len(state.stages) - 1]
+    texts = list(newest.get("stages") or [newest.get("data", {})])
+    texts += [{}] * len(state.stages)  # not known without the log of the checkpoint's run
+    texts = [*texts[: len(state.stages) - 1], data]
     return [
         {
             "source": text.get("source", "other text"),
@@ -79,7 +92,7 @@ def describe_stages(state: RunState, data: dict[str, Any], starts: list[dict[str
             "step": stage.step,
             "tokens": stage.tokens,
         }
-        for stage, text in zip(state.stages, [*texts, data], strict=True)
+        for stage, text in zip(state.stages, texts, strict=True)
     ]
 
 

@@ -77,9 +77,12 @@ from recipe.run.stop import leave_preparation, resumable
 def restored_process() -> Iterator[None]:
     """Leave the Python process as it was, also after an error: a notebook trains again with other options."""
     gc.collect()  # what an earlier run has left after an error
-    deterministic, torch_options = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic
-    fill, num_threads = torch_options.fill_uninitialized_memory, torch.get_num_threads()
-    precision, fsdp = torch.get_float32_matmul_precision(), os.environ.get(USE_FSDP)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch_options = torch.utils.deterministic
+    fill = torch_options.fill_uninitialized_memory  # pyright: ignore[reportAttributeAccessIssue]
+    num_threads = torch.get_num_threads()
+    precision = torch.get_float32_matmul_precision()
+    fsdp = os.environ.get(USE_FSDP)
     try:
         with leave_preparation():
             yield
@@ -106,7 +109,8 @@ def open_run(requested: TrainConfig, recipe: str, notes: Sequence[str]) -> Start
 
     notes: lines to print. Raises `UserError` for options that cannot work, before text is prepared for hours.
     """
-    sharding, state = start_processes(), PartialState()
+    sharding = start_processes()
+    state = PartialState()
     own = find_machine(device_of(state), state.num_processes, sharding=sharding)
     # Machines may have the same files in different places.
     check_same_run({key: value for key, value in vars(requested).items() if key not in PATHS})
@@ -139,7 +143,9 @@ def check_libraries(start: Start, device: torch.device) -> None:
 
 def act_on(start: Start) -> None:
     """Clean up after killed processes, create the Hub repository, download the checkpoint and record the origin."""
-    folder, requested, resume = start.output_dir, start.requested, start.resume
+    folder = start.output_dir
+    requested = start.requested
+    resume = start.resume
     clean_checkpoints(folder)
     create_repository(requested)
     for line in start.says:
@@ -174,8 +180,11 @@ def open_dataset(start: Start) -> PackedDataset:
 
 def resolve_run(start: Start, dataset: Any) -> Run:
     """Measure what is not known yet, and decide what the run does on this machine."""
-    started_at, requested, device = time.perf_counter(), start.requested, device_of(PartialState())
-    metadata, model = metadata_of(dataset), on_all_processes(lambda: describe_model(start, dataset))
+    started_at = time.perf_counter()
+    requested = start.requested
+    device = device_of(PartialState())
+    metadata = metadata_of(dataset)
+    model = on_all_processes(lambda: describe_model(start, dataset))
     data = DataFacts(len(dataset.train), metadata)
     check_same_run({"rows": data.num_rows, **run_identity(requested, metadata, model.config)})
     num_local = count_local_processes(start.machine.num_processes)
@@ -193,8 +202,11 @@ def resolve_run(start: Start, dataset: Any) -> Run:
 
 def describe_model(start: Start, dataset: Any) -> ModelFacts:
     """Return the model to train, the files to export with it, and how it differs from one that the run starts from."""
-    requested, source, tokenizer = start.requested, start.base_model, dataset.tokenizer
-    vocab_size, num_base = count_ids(tokenizer), count_ids(tokenizer, with_added_tokens=False)
+    requested = start.requested
+    source = start.base_model
+    tokenizer = dataset.tokenizer
+    vocab_size = count_ids(tokenizer)
+    num_base = count_ids(tokenizer, with_added_tokens=False)
     config = build_model_config(
         requested, vocab_size, tokenizer.eos_token_id, source, num_base, tokenizer.bos_token_id
     )
@@ -215,12 +227,13 @@ def describe_model(start: Start, dataset: Any) -> ModelFacts:
     num_known = own.vocab_size
     if own.eos_token_id != config.eos_token_id:  # it had none, or another
         notes.append(f"the end of text is the tokenizer's id {config.eos_token_id}, not {own.eos_token_id}")
-    if (num_new := config.vocab_size - num_known) > 0:
+    num_new = config.vocab_size - num_known
+    if num_new > 0:
         notes.append(f"the vocabulary grows from {num_known:,} by {num_new:,} tokens, which start as the mean of all")
     elif num_new < 0:
         notes.append(f"the vocabulary shrinks from {num_known:,} to the tokenizer's {config.vocab_size:,} tokens")
-    overrides = requested.config_overrides or {}
-    if missing := translate_dropout(overrides, model_options(config.model_type))[1]:
+    _, missing = translate_dropout(requested.config_overrides or {}, model_options(config.model_type))
+    if missing:
         notes.append(f"{config.model_type} has no counterpart of {', '.join(missing)}, which have no effect")
     return ModelFacts(config, padded, saved, files | own_code(config), is_chat, (*notes, *lacks))
 
@@ -244,7 +257,8 @@ def register_optimizer(accelerator: Accelerator, optimizer: torch.optim.Optimize
 
 def try_step(run: Run, accelerator: Accelerator, module: nn.Module, optimizer: torch.optim.Optimizer) -> Run:
     """On a GPU, a trial step confirms that the plan's micro-batch fits, or makes it smaller."""
-    start, plan = run.start, run.plan
+    start = run.start
+    plan = run.plan
     with resumable(run):
         size = plan.micro_batch_size
         size = try_micro_batch(accelerator, module, optimizer, size, start.requested, start.machine)
@@ -255,13 +269,15 @@ def try_step(run: Run, accelerator: Accelerator, module: nn.Module, optimizer: t
 def load_state(run: Run, contents: CheckpointContents) -> RunState:
     """Seed the random generators, and load the checkpoint into everything that changes. Returns the rest."""
     set_seed(run.config.seed, device_specific=True)  # from here on, dropout differs between processes
-    state, resume = RunState(), run.start.resume
+    state = RunState()
+    resume = run.start.resume
     if resume is not None:
         state = on_all_processes(lambda: load_checkpoint(resume.path, contents))
     if "seed" in run.changes:  # of a branch: not only the order of the examples is another
         set_seed(run.config.seed, device_specific=True)
     if not run.continues:
-        state.run_id, state.losses = gather(uuid.uuid4().hex[:12])[0], {}  # their models are in another folder
+        state.run_id = gather(uuid.uuid4().hex[:12])[0]
+        state.losses = {}  # their models are in another folder
     if not run.continues or run.changes:
         state.patience_start = state.step
     if run.continues and resume is not None and resume.repo_id is None:
@@ -281,7 +297,8 @@ def prepare_folder(run: Run, state: RunState) -> dict[int, dict[str, Any]]:
 
     Events after the state's step are dropped, because those steps will be logged again. A download includes its log.
     """
-    folder, resume = run.start.output_dir, run.start.resume
+    folder = run.start.output_dir
+    resume = run.start.resume
     if resume is not None and resume.repo_id is not None and (resume.path / METRICS_NAME).is_file():
         shutil.copyfile(resume.path / METRICS_NAME, folder / METRICS_NAME)
     else:

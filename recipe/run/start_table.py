@@ -24,15 +24,17 @@ def show_start(log: RunLog, record: dict[str, Any], state: RunState, eval_rows: 
 
     eval_rows: validation rows per evaluation.
     """
-    run, config, saved = log.run, log.config, log.run.start.saved
+    run = log.run
+    config = log.config
+    saved = run.start.saved
     log.table(start_table(run, record, state, log.device, eval_rows))
     before = saved.mixed_precision if saved else None
-    now = {"run_id": state.run_id, "tokens_seen": state.tokens, "precision_before": before}
-    log.event("start", state.step, **now, **record)
+    log.event("start", state.step, run_id=state.run_id, tokens_seen=state.tokens, precision_before=before, **record)
     if before not in (None, config.mixed_precision):
         changed = " to ".join(in_words("precision", name) for name in (before, config.mixed_precision))
         log.say(f"warning: the precision changes from {changed} at step {state.step:,}")
-    if (problem := find_odd_size(run.model.config)) and not config.model_name_or_path:
+    problem = find_odd_size(run.model.config)
+    if problem and not config.model_name_or_path:
         log.say(f"warning: {problem}")
     if config.hub_model_id and not config.push_to_hub:
         log.say("warning: --hub_model_id alone uploads nothing; add --push_to_hub")
@@ -42,7 +44,8 @@ def show_start(log: RunLog, record: dict[str, Any], state: RunState, eval_rows: 
         return
     if config.dynamo_backend.startswith("inductor"):
         log.say("compiling; the first step takes longer, a minute or more for a large model")
-    if (warmup := run.start.requested.warmup_steps) >= 1 > config.warmup_steps:
+    warmup = run.start.requested.warmup_steps
+    if warmup >= 1 > config.warmup_steps:
         how = f"warming up for the first {config.warmup_steps:.0%} of it instead"
         log.say_sentence(f"warning: {warmup:,.0f} warm-up steps are not shorter than the run; {how}")
     if run.changes:
@@ -50,8 +53,9 @@ def show_start(log: RunLog, record: dict[str, Any], state: RunState, eval_rows: 
     for name, (then, now) in run.other_changes.items():
         log.say(f"{name} is {now}; the run's recorded options have {then}")
     if saved:
-        progress = saved.state.progress, measure_progress(run.schedule, state)
-        if jump := describe_jump(saved.schedule, run.schedule, state.examples, *progress):
+        progress = measure_progress(run.schedule, state)
+        jump = describe_jump(saved.schedule, run.schedule, state.examples, saved.state.progress, progress)
+        if jump:
             log.say(jump)
 
 
@@ -59,8 +63,11 @@ def start_table(
     run: Run, record: dict[str, Any], state: RunState, device: torch.device, eval_rows: int
 ) -> dict[str, str]:
     """Return the table printed before the first step: {label: text}."""
-    config, num_processes, start = run.config, record["num_processes"], run.start
-    vocab_size, data = record["vocab_size"], record["data"]
+    config = run.config
+    start = run.start
+    num_processes = record["num_processes"]
+    vocab_size = record["vocab_size"]
+    data = record["data"]
     devices = describe_device(device)
     if device.type == "cpu":
         processes = f"{plural(num_processes, 'process', 'es')} of " if num_processes > 1 else ""
@@ -69,32 +76,36 @@ def start_table(
         devices = f"{num_processes} x {devices}"
     rows = {name: split["rows"] for name, split in data["splits"].items()}
     text = "streamed in rows" if config.streaming else f"{rows['train']:,} training rows"
-    shown = {"layout": "DDP: every process holds the whole model and its state"} if num_processes > 1 else {}
+    shown = {}
+    if num_processes > 1:
+        shown["layout"] = "DDP: every process holds the whole model and its state"
     shown |= {
         label: f"{in_words(label, choice.value)}: {choice.reason}"
         for label, choice in run.choices.items()
         if choice.reason != ONE_PER_CPU
     }
     if device.type == "cuda" and rounds_products(device):
-        shown["precision"] += f"; {'TF32' if config.matmul_precision == 'high' else 'bf16'} for fp32 matmuls"
+        rounded = "TF32" if config.matmul_precision == "high" else "bf16"
+        shown["precision"] += f"; {rounded} for fp32 matmuls"
     shown["attention"] = describe_attention(config, run.model.config, run.choices, device)
     if config.deterministic:
         shown["precision"] += "; deterministic algorithms"
-    rate = f"{config.optim}, learning rate {config.learning_rate:g}"
+    rate = f"{config.optim}, learning rate {config.learning_rate:g}; {config.lr_scheduler_type}"
     arguments = ", ".join(f"{key} {value}" for key, value in (config.lr_scheduler_kwargs or {}).items())
-    rate += f"; {config.lr_scheduler_type}" + f" ({arguments})" * bool(arguments)
+    if arguments:
+        rate += f" ({arguments})"
     padded = run.model.padded.vocab_size
     padding = f" padded to {padded:,}" if padded > vocab_size else ""
     rows_of = f"{eval_rows:,} of {rows['validation']:,} validation rows per evaluation"
+    resumed = f", resumed from {start.resume.path}" if start.resume else ""
+    weights = f", weights from {config.model_name_or_path}" if config.model_name_or_path and not start.resume else ""
     table = {
-        "recipe": f"{record['recipe']}, output in {start.output_dir}"
-        + (f", resumed from {start.resume.path}" if start.resume else ""),
+        "recipe": f"{record['recipe']}, output in {start.output_dir}{resumed}",
         "device": devices,
         **shown,
         "memory": run.plan.describe(),
         "model": f"{record['architecture']}, {record['num_parameters']:,} parameters, vocabulary "
-        f"{vocab_size:,}{padding}, {record['n_positions']:,} positions"
-        + (f", weights from {config.model_name_or_path}" if config.model_name_or_path and not start.resume else ""),
+        f"{vocab_size:,}{padding}, {record['n_positions']:,} positions{weights}",
         "data": f"{data['source']}: {text} of {config.block_size:,} tokens; {rows_of}",
         "batch": f"{config.global_batch_size} sequences ({config.tokens_per_step:,} tokens) per step: "
         f"{plural(num_processes, 'process', 'es')} x "
@@ -103,13 +114,18 @@ def start_table(
         "optimizer": rate,
         "run": _describe_length(run, state),
     }
-    if not config.model_name_or_path and (text := describe_output_share(run.model.padded, record["flops_per_token"])):
-        table["vocabulary"] = text
-    if len(stages := count_stage_tokens(record["stages"], state.tokens)) > 1:
+    share = describe_output_share(run.model.padded, record["flops_per_token"])
+    if share and not config.model_name_or_path:
+        table["vocabulary"] = share
+    stages = count_stage_tokens(record["stages"], state.tokens)
+    if len(stages) > 1:
         parts = [f"{stage['source']} from step {stage['step']:,}, {stage['tokens']:,} tokens" for stage in stages]
         table["stages"] = "; ".join(parts)
-    table |= {"changes": "; ".join(run.model.notes)} if run.model.notes else {}  # to the model that is fine-tuned
-    return table | ({"hub": f"{config.hub_model_id}, {config.hub_strategy}"} if config.push_to_hub else {})
+    if run.model.notes:
+        table["changes"] = "; ".join(run.model.notes)  # to the model that is fine-tuned
+    if config.push_to_hub:
+        table["hub"] = f"{config.hub_model_id}, {config.hub_strategy}"
+    return table
 
 
 def describe_attention(
@@ -120,24 +136,28 @@ def describe_attention(
     text = f"{in_words('attention', chosen.value)}: {chosen.reason}"
     if device.type != "cuda" or attention_of(config, model_config) != SDPA_WITHOUT_MASK:
         return text
-    shapes = *count_heads(model_config), config.block_size
-    reason = why_no_flash(device, choices["precision"].value, *shapes)
+    num_heads, head_dim = count_heads(model_config)
+    reason = why_no_flash(device, choices["precision"].value, num_heads, head_dim, config.block_size)
     return text + (f"; no flash kernel ({reason})" if reason else "; flash kernels, no mask")
 
 
 def _describe_length(run: Run, state: RunState) -> str:
     config = run.config
-    limit = "" if config.max_minutes is None else f"{config.max_minutes:g} minute{'s' * (config.max_minutes != 1)}"
+    limit = ""
+    if config.max_minutes is not None:
+        limit = f"{config.max_minutes:g} minute" + ("" if config.max_minutes == 1 else "s")
     warmup = plural(run.schedule.num_warmup_steps, "warm-up step")
     if 0 < config.warmup_steps < 1:
         warmup = f"{config.warmup_steps:.0%} of it warm-up"
-    if limit and state.step and len(state.stages) == 1 and (seen := describe_epoch(run, state)):
+    seen = describe_epoch(run, state)
+    if limit and state.step and len(state.stages) == 1 and seen:
         limit += f", which is about {seen['epoch'] / time_share(run.schedule, state):.1f} epochs at the speed so far"
     if config.max_steps is None or run.schedule.num_examples is None:
         return f"as many steps as fit into {limit}, {warmup}"
     num_tokens = state.tokens + (run.schedule.num_examples - state.examples) * config.block_size
     text = f"{plural(config.max_steps, 'step')} = {num_tokens:,} tokens, "
     epochs = run.count_epochs(run.schedule.num_examples - state.stage.examples).items()
-    new = " of this stage" * (len(state.stages) > 1)
-    text += "".join(f"{count:.2f} epochs{f' of {name}' if name else new}, " for name, count in epochs)
+    new = " of this stage" if len(state.stages) > 1 else ""
+    for name, count in epochs:
+        text += f"{count:.2f} epochs" + (f" of {name}" if name else new) + ", "
     return text + warmup + (f"; fewer if they take longer than {limit}" if limit else "")

@@ -36,7 +36,8 @@ class StopSignals:
     def __init__(self, reaction: str = "finishing this step and saving") -> None:
         """reaction: what the first signal makes the program do, for the user."""
         self.reaction = reaction
-        self.count, self.newest = 0, 0  # number of signals, number of the signal
+        self.count = 0  # of signals
+        self.newest = 0  # the number of the last one
         self.interrupted_at: float | None = None  # the first Ctrl-C
         self.agreed = 0  # the signal on which the processes have agreed
         self.handlers: dict[int, Any] = {}
@@ -73,7 +74,8 @@ class StopSignals:
             name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             with contextlib.suppress(Exception):  # a terminal that is gone; 2 may be another file by now
                 os.write(sys.stderr.fileno(), f"\n{name}: {self.reaction}.{again}\n".encode())
-        self.count, self.newest = self.count + 1, number
+        self.count += 1
+        self.newest = number
 
 
 @contextlib.contextmanager
@@ -104,7 +106,8 @@ def kill_warning(environment: Mapping[str, str], seconds: float) -> str | None:
     distributed/launcher/api.py).
     """
     typed = environment.get(SHUTDOWN_TIMEOUT, "")
-    limit, needed = int(typed) if typed.isdigit() else 30, 1.5 * seconds
+    limit = int(typed) if typed.isdigit() else 30
+    needed = 1.5 * seconds
     if "TORCHELASTIC_RUN_ID" not in environment or needed <= limit:
         return None
     return (
@@ -134,14 +137,16 @@ def resumable(run: Run) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         mark_resumable(False)
-        free = {"per_device_train_batch_size": "auto", "gradient_accumulation_steps": None}
-        requested = dataclasses.replace(run.start.requested, **free)
+        requested = dataclasses.replace(
+            run.start.requested, per_device_train_batch_size="auto", gradient_accumulation_steps=None
+        )
         smaller = smaller_micro_batches(requested, run.plan.micro_batch_size, run.start.machine)
         remedy = REMEDY
         if smaller:  # which does not change the examples of a step
             folder = run.start.output_dir
-            options = {"output_dir": folder, "resume_from_checkpoint": "auto"}
             how = "continues from the newest checkpoint" if list_checkpoints(folder) else "starts again"
-            again = shell_command(per_device_train_batch_size=smaller[0], **options)
+            again = shell_command(
+                per_device_train_batch_size=smaller[0], output_dir=folder, resume_from_checkpoint="auto"
+            )
             remedy = f"the same command with {again} {how}"
         raise UserError(f"out of memory; {remedy}") from error

@@ -48,11 +48,13 @@ def main() -> None:
 
 def run_stages(args: argparse.Namespace) -> None:
     """Run the stages in their order, and write the result of each at once."""
-    ends_at, table = time.monotonic() + 60 * args.minutes, []
+    ends_at = time.monotonic() + 60 * args.minutes
+    table = []
     for number, (name, seconds, command) in enumerate(list_parts(args), 1):
         if args.stages and name not in args.stages:
             continue
-        left, started_at = ends_at - time.monotonic(), time.monotonic()
+        started_at = time.monotonic()
+        left = ends_at - started_at
         if left < seconds / 2:
             result: dict[str, Any] = {"status": f"not run: {left:.0f} s left of {seconds}"}
         else:
@@ -103,27 +105,37 @@ def run_stage(command: list[str], deadline: float) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         output_dir = ["--output_dir", f"{folder}/run"] if TRAIN in command else []
         result = wait(start([*command, *output_dir]), deadline) | read_results(Path(folder, "run"))
-    if "--output_file" in command and (path := Path(command[command.index("--output_file") + 1])).is_file():
-        result["result"] = json.loads(path.read_text())
+    if "--output_file" in command:
+        path = Path(command[command.index("--output_file") + 1])
+        if path.is_file():
+            result["result"] = json.loads(path.read_text())
     return result
 
 
 def start(command: list[str]) -> subprocess.Popen:
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, **pipes, start_new_session=True)
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def wait(process: subprocess.Popen, deadline: float) -> dict:
     """Wait for a program; kill it, with the programs that it has started, at the deadline and after Ctrl-C."""
     try:
-        output, status = process.communicate(timeout=max(1, deadline - time.monotonic()))[0], "done"
+        output = process.communicate(timeout=max(1, deadline - time.monotonic()))[0]
+        status = "done"
     except BaseException as error:
         process.send_signal(signal.SIGINT)  # peers.py then ends the programs that it has stopped
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(10)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        output, status = process.communicate()[0], "not finished in time"
+        output = process.communicate()[0]
+        status = "not finished in time"
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
     if status == "done" and process.returncode != 0:

@@ -46,7 +46,8 @@ from recipe.metrics import read_events
 from recipe.model.build import build_model_config
 from recipe.model.size import padded_vocab_size
 
-ROOT, RECIPE = Path(__file__).resolve().parents[2], "recipe/train.py"
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = "recipe/train.py"
 TURN = 4  # steps
 WARM_UP = 3  # log lines before the first turn: the program has compiled
 OPTIONS = "--attn_implementation auto --dynamo_backend inductor --optim adamw_torch_fused"
@@ -77,7 +78,10 @@ class Program:
         cwd: Path | None = None,
         checkout: Path | None = None,
     ) -> None:
-        self.name, self.output, self.pattern, self.log = name, output, pattern, log or output
+        self.name = name
+        self.output = output
+        self.pattern = pattern
+        self.log = log or output
         self.seconds: list[float] = []  # of each turn
         # The environment that the user had, without what recipe/__init__.py adds.
         environment = psutil.Process().environ() | {"PYTHONUNBUFFERED": "1"}
@@ -98,7 +102,8 @@ class Program:
 
     def train(self, num_laps: int = 1) -> float:
         """Continue for this many lines of the log. Returns the seconds. Raises `UserError` if the program ends."""
-        wanted, started_at = self.count_laps() + num_laps, time.perf_counter()
+        wanted = self.count_laps() + num_laps
+        started_at = time.perf_counter()
         self.send(signal.SIGCONT)
         while self.count_laps() < wanted:
             if self.process.poll() is not None:
@@ -167,13 +172,14 @@ def start_nanogpt(source: Path, dataset: PackedDataset, run: dict[str, Any], fol
 
 def main() -> None:
     args, options = parse()
-    config = load_config(options)[0]
+    config = load_config(options).config
     dataset = open_dataset_for(config)
     model_config = build_model_config(config, padded_vocab_size(dataset.vocab_size, 128), 0)
     device = find_device()
     if device.type == "cpu":
         torch.set_num_threads(count_cpus())
-    max_steps, flops_per_second = TURN * (WARM_UP + args.rounds + 1), []
+    max_steps = TURN * (WARM_UP + args.rounds + 1)
+    flops_per_second = []
     with contextlib.ExitStack() as stack:
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the stopped programs, as Ctrl-C does
         stack.callback(signal.signal, signal.SIGTERM, before)
@@ -237,7 +243,8 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--rounds", type=int, default=12, help="turns of each program (default: 12)")
     parser.add_argument("--output_file", type=Path, help="JSON to write (default: a new file in runs/)")
     args, typed = parser.parse_with_run_options()
-    if set_here := {"logging_steps", "max_steps"} & typed_names(typed):
+    set_here = {"logging_steps", "max_steps"} & typed_names(typed)
+    if set_here:
         raise UserError(f"--{min(set_here)} cannot be chosen: a turn is {TURN} steps, and --rounds counts the turns")
     if args.rounds < 1:
         raise UserError(f"--rounds must be at least 1, got {args.rounds}")
@@ -250,7 +257,8 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     recipe = args.config or "gpt2_124m"
     options = ["--config", recipe, *OPTIONS.split()]
     options += (ON_A_CPU if find_device().type == "cpu" and not args.config else ON_A_GPU).split()
-    options += [] if {*DATA_SOURCES} & (typed_names(typed) | load_yaml(recipe).keys()) else TEXT.split()
+    if not {*DATA_SOURCES} & (typed_names(typed) | load_yaml(recipe).keys()):
+        options += TEXT.split()
     return args, [*options, *typed]
 
 

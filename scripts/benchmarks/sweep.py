@@ -29,8 +29,15 @@ from recipe.errors import UserError, run_main
 
 TRAIN = Path(__file__).resolve().parents[2] / "recipe" / "train.py"
 EVALUATION = ["--max_eval_samples", "all", "--eval_steps", "0", "--save_steps", "0", "--logging_steps", "10"]
-KEPT = ("eval_loss", "bits_per_byte", "tokens_seen", "tokens_per_second", "train_seconds")
-KEPT += ("finished_at", "environment")
+KEPT = (
+    "eval_loss",
+    "bits_per_byte",
+    "tokens_seen",
+    "tokens_per_second",
+    "train_seconds",
+    "finished_at",
+    "environment",
+)
 LINE_COLORS = ("orange", "blue", "muted", "text")  # of the chart, in order
 DRAWN_FROM = 0.1  # share of a run to skip: the losses before it would take most of the chart's height
 
@@ -97,7 +104,8 @@ def make_table(option: str, runs: list[dict]) -> str:
             lines.append(f"| {value} | | 0 | failed | | | |")
             continue
         losses = [run["eval_loss"] for run in done]
-        mean, sd = statistics.fmean(losses), f"{statistics.stdev(losses):.4f}" if len(losses) > 1 else ""
+        mean = statistics.fmean(losses)
+        sd = f"{statistics.stdev(losses):.4f}" if len(losses) > 1 else ""
         speed = statistics.median(run["tokens_per_second"] for run in done)
         tokens = f"{done[0]['tokens_seen'] / 1e6:,.2f} M"
         sigmas = count_sigmas(first, losses)
@@ -121,8 +129,8 @@ def draw(path: Path, runs: list[dict]) -> None:
     """Draw the mean loss of each value over tokens and, beside it, over seconds of training."""
     finished = {value: done for value, done in by_value(runs).items() if done}
     machine = describe_machine(next(run["environment"] for run in runs if "failed" not in run))
-    title, subtitle = "Validation loss in nats per token", f"mean over seeds, {machine}"
-    with open_chart(path, title, subtitle, 4.2, columns=2) as both:
+    title = "Validation loss in nats per token"
+    with open_chart(path, title, f"mean over seeds, {machine}", 4.2, columns=2) as both:
         for (value, done), color in zip(finished.items(), LINE_COLORS, strict=False):
             curve = np.mean([run["curve"] for run in done], axis=0)  # [evaluations, 3]
             tokens, seconds, losses = curve[curve[:, 0] > DRAWN_FROM * curve[-1, 0]].T
