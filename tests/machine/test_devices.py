@@ -105,15 +105,11 @@ ON_A_GPU = [  # torch's reasons, in its order
 ]
 
 
-@pytest.mark.parametrize(
-    ("lines", "expected"),
-    [(ON_A_GPU, "Expected a 16-bit type."), ([], "RuntimeError: No available kernel.")],
-)
-def test_of_several_reasons_that_against_flash_kernels_counts(monkeypatch, lines, expected):
+def test_of_several_reasons_that_against_flash_kernels_counts(monkeypatch):
     def refuse(*_, **__):
-        for line in lines:
+        for line in ON_A_GPU:
             warnings.warn(line, stacklevel=1)
         raise RuntimeError("No available kernel.")
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", refuse)
-    assert devices.why_no_flash(torch.device("cpu"), "no", 12, 64, 128) == expected
+    assert devices.why_no_flash(torch.device("cpu"), "no", 12, 64, 128) == "Expected a 16-bit type."

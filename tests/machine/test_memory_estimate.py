@@ -13,9 +13,7 @@ from recipe.hardware import memory
 from recipe.hardware.choices import Machine
 from recipe.hardware.memory import PROCESS_BYTES, MemoryPlan, estimate_bytes
 from recipe.hardware.trial import try_micro_batch
-from recipe.model.build import build_model, build_model_config
-from recipe.model.loss import LanguageModelingLoss
-from recipe.model.size import count_block_matrices
+from recipe.model.build import build_model_config
 
 GB = 10**9
 EIGHT_BIT = ["--optim", "adamw_bnb_8bit"]
@@ -30,9 +28,6 @@ def recipe_of(size, *argv):
     on_a_gpu = ["--mixed_precision", "bf16", "--dynamo_backend", "inductor"]
     config = config_of("--config", f"gpt2_{size}", *on_a_gpu, *argv)
     return config, build_model_config(config, 50304, 0)
-
-
-# ------------------------------------------------------------------ sizes that divide
 
 
 @pytest.mark.parametrize(
@@ -56,49 +51,6 @@ def test_micro_batches_divide_the_global_batch(argv, num_processes, device, expe
     assert memory.smaller_micro_batches(config, expected[0], machine) == halves
 
 
-# ------------------------------------------------------------------ the estimate
-
-GPT2 = "n_layer=4,n_head=2,n_embd=128,activation_function="
-LLAMA = "num_hidden_layers=4,hidden_size=128,intermediate_size=344,num_attention_heads=4,num_key_value_heads=2"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "switches", "precision", "attention", "least", "most"),
-    [
-        (GPT2 + "gelu_new", [], "bf16", "sdpa", 0.97, 1.03),
-        (GPT2 + "gelu_new", ["--bf16_residual"], "bf16", "sdpa", 0.97, 1.03),
-        (GPT2 + "gelu_new", [], "bf16", "eager", 0.97, 1.03),
-        (GPT2 + "gelu_new", [], "no", "sdpa", 0.97, 1.03),
-        (GPT2 + "gelu_pytorch_tanh", [], "no", "eager", 0.97, 1.03),
-        (LLAMA, ["--model_type", "llama"], "bf16", "sdpa", 0.7, 1.25),
-    ],
-)
-def test_the_activations_are_what_autograd_keeps(overrides, switches, precision, attention, least, most):
-    """Without compilation and logits; its hooks count them. For other types than GPT-2 only roughly."""
-    options = [*switches, "--config_overrides", overrides, "--block_size", "128", "--global_batch_size", "512"]
-    options += ["--attn_implementation", attention, "--mixed_precision", precision, "--dynamo_backend", "no"]
-    config = config_of(*options)
-    model_config = build_model_config(config, 640, 0)
-    module = LanguageModelingLoss(build_model(config, model_config), 640).train()
-    saved, alive, weights = {}, [], {p.data_ptr() for p in module.parameters()}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights and 640 not in tensor.shape:  # neither weights nor logits
-            saved[storage.data_ptr()] = storage.nbytes()
-        alive.append(tensor)  # so that no address is used twice
-        return tensor
-
-    rows = torch.randint(640, (8, 129))
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
-        module(rows[:, :-1], rows[:, 1:])
-    few, many = (estimate_bytes(MemoryPlan(n, False, 1), config, model_config, Machine("cpu")) for n in (128, 256))
-    per_row = (many - few) / 128 - 128 * 640 * 12  # without the logits: three fp32 tensors
-    casts = 4 * 2 * count_block_matrices(model_config) if precision == "bf16" else 0  # of weights, once for all rows
-    assert least < sum(saved.values()) / (8 * per_row + casts) < most
-
-
 DRY_RUNS = json.loads((ROOT / "scripts" / "benchmarks" / "memory_gpu.json").read_text())["entries"]
 
 
@@ -113,14 +65,10 @@ def test_the_estimate_for_a_gpu_is_within_5_percent_of_dry_runs(name):
     assert estimate / 1e9 == pytest.approx(DRY_RUNS[name]["dry_run_gb"], rel=tolerance)
 
 
-# ------------------------------------------------------------------ what it chooses
-
-
 @pytest.mark.parametrize(
     ("size", "memory_gb", "argv", "fitting"),
     [
         ("124m", 8, [], (1, 8)),
-        ("355m", 8, EIGHT_BIT, (1, 8)),
         ("774m", 16, [], ()),
         ("774m", 16, EIGHT_BIT, (1,)),
         ("1558m", 25.4, EIGHT_BIT, (1,)),
@@ -128,16 +76,12 @@ def test_the_estimate_for_a_gpu_is_within_5_percent_of_dry_runs(name):
 )
 @pytest.mark.parametrize("num_processes", [1, 8])
 def test_the_recipes_fit_the_memory_classes(size, memory_gb, argv, fitting, num_processes):
-    """The classes have 8, 16 and 24 GB (25.4e9 bytes in the driver's report). 8% of the memory stays free.
+    """The classes have 8, 16 and 24 GB (25.4e9 bytes in the driver's report).
 
     Several processes hold the gradients twice: what they accumulate, and DDP's buckets.
     """
-    config, model_config = recipe_of(size, *argv)
-    plan = memory.plan_memory(config, model_config, Machine("cuda", num_processes), memory_gb * GB)
+    plan = memory.plan_memory(*recipe_of(size, *argv), Machine("cuda", num_processes), memory_gb * GB)
     assert (plan is not None) == (num_processes in fitting)
-    if plan:
-        assert plan.total_bytes <= 0.92 * memory_gb * GB
-        assert config.global_batch_size % (plan.micro_batch_size * num_processes) == 0
 
 
 @pytest.mark.parametrize("size", ["124m", "1558m"])
@@ -151,12 +95,11 @@ def test_more_memory_is_never_slower(size):
     assert plans[-1].options == {"micro_batch_size": 64, "activation_checkpointing": 0, "loss_chunks": 1}
 
 
-@pytest.mark.parametrize("memory_gb", [16, 141])
 @pytest.mark.parametrize("checkpointing", [True, False])
-def test_options_that_are_not_auto_are_kept(memory_gb, checkpointing):
+def test_options_that_are_not_auto_are_kept(checkpointing):
     typed = ["--per_device_train_batch_size", "2", "--loss_chunks", "3"]
     typed += ["--activation_checkpointing", str(checkpointing).lower()]
-    plan = memory.plan_memory(*recipe_of("355m", *typed), Machine("cuda"), memory_gb * GB)
+    plan = memory.plan_memory(*recipe_of("355m", *typed), Machine("cuda"), 141 * GB)
     assert plan.options == {"micro_batch_size": 2, "activation_checkpointing": checkpointing, "loss_chunks": 3}
 
 
