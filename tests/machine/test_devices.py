@@ -73,9 +73,9 @@ def test_a_compiled_run_in_bf16_has_two_graphs_and_differs_by_rounding_only(trai
     assert counters["stats"]["unique_graphs"] == 2
     assert not counters["graph_break"]
     assert len(read_events(half, "eval")) == 3
-    losses = [values_of(run, "loss") for run in (plain, half)]
-    assert losses[0] != losses[1]
-    assert losses[0] == pytest.approx(losses[1], abs=0.05)
+    losses = values_of(plain, "loss")
+    assert values_of(half, "loss") == pytest.approx(losses, abs=0.05)
+    assert values_of(half, "loss") != pytest.approx(losses, abs=1e-5)  # more than by compiling
 
 
 # ------------------------------------------------------------------ flash attention
@@ -83,7 +83,8 @@ def test_a_compiled_run_in_bf16_has_two_graphs_and_differs_by_rounding_only(trai
 
 def test_flash_attention_is_tried_with_the_runs_own_type_and_shapes(monkeypatch):
     """Other kernels are not allowed in the meantime."""
-    attend, tried = torch.nn.functional.scaled_dot_product_attention, []
+    attend = torch.nn.functional.scaled_dot_product_attention
+    tried = []
 
     def watch(query, *others, **options):
         tried.append((query.shape, query.dtype, query.requires_grad, torch.backends.cuda.math_sdp_enabled()))

@@ -13,7 +13,9 @@ from recipe.hardware import memory
 from recipe.hardware.choices import Machine
 from recipe.hardware.memory import PROCESS_BYTES, MemoryPlan, estimate_bytes
 from recipe.hardware.trial import try_micro_batch
-from recipe.model.build import build_model_config
+from recipe.model.build import build_model, build_model_config
+from recipe.model.loss import LanguageModelingLoss
+from recipe.model.size import count_block_matrices
 
 GB = 10**9
 EIGHT_BIT = ["--optim", "adamw_bnb_8bit"]
@@ -49,6 +51,49 @@ def test_micro_batches_divide_the_global_batch(argv, num_processes, device, expe
     assert memory.micro_batch_sizes(config, machine) == expected
     halves = [size for size in expected if size <= expected[0] / 2]
     assert memory.smaller_micro_batches(config, expected[0], machine) == halves
+
+
+GPT2 = "n_layer=4,n_head=2,n_embd=128,activation_function="
+LLAMA = "num_hidden_layers=4,hidden_size=128,intermediate_size=344,num_attention_heads=4,num_key_value_heads=2"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "switches", "precision", "attention", "least", "most"),
+    [
+        (GPT2 + "gelu_new", [], "bf16", "sdpa", 0.97, 1.03),
+        (GPT2 + "gelu_new", ["--bf16_residual"], "bf16", "sdpa", 0.97, 1.03),
+        (GPT2 + "gelu_new", [], "bf16", "eager", 0.97, 1.03),
+        (GPT2 + "gelu_new", [], "no", "sdpa", 0.97, 1.03),
+        (GPT2 + "gelu_pytorch_tanh", [], "no", "eager", 0.97, 1.03),
+        (LLAMA, ["--model_type", "llama"], "bf16", "sdpa", 0.7, 1.25),
+    ],
+)
+def test_the_activations_are_what_autograd_keeps(overrides, switches, precision, attention, least, most):
+    """Without compilation and logits; its hooks count them. For other types than GPT-2 only roughly."""
+    options = [*switches, "--config_overrides", overrides, "--block_size", "128", "--global_batch_size", "512"]
+    options += ["--attn_implementation", attention, "--mixed_precision", precision, "--dynamo_backend", "no"]
+    config = config_of(*options)
+    model_config = build_model_config(config, 640, 0)
+    module = LanguageModelingLoss(build_model(config, model_config), 640).train()
+    saved = {}
+    alive = []
+    weights = {p.data_ptr() for p in module.parameters()}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights and 640 not in tensor.shape:  # neither weights nor logits
+            saved[storage.data_ptr()] = storage.nbytes()
+        alive.append(tensor)  # so that no address is used twice
+        return tensor
+
+    rows = torch.randint(640, (8, 129))
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
+        module(rows[:, :-1], rows[:, 1:])
+    few, many = (estimate_bytes(MemoryPlan(n, False, 1), config, model_config, Machine("cpu")) for n in (128, 256))
+    per_row = (many - few) / 128 - 128 * 640 * 12  # without the logits: three fp32 tensors
+    casts = 4 * 2 * count_block_matrices(model_config) if precision == "bf16" else 0  # of weights, once for all rows
+    assert least < sum(saved.values()) / (8 * per_row + casts) < most
 
 
 DRY_RUNS = json.loads((ROOT / "scripts" / "benchmarks" / "memory_gpu.json").read_text())["entries"]
