@@ -88,7 +88,6 @@ def test_a_number_of_threads_that_the_user_has_set_is_told_from_the_launchers(va
         ("recipe/train.py", {"GOMP_SPINCOUNT": "5"}, "5"),
         ("recipe/train.py", {"OMP_WAIT_POLICY": "active"}, "None"),
         ("scripts/plan_run.py", {}, "1000"),
-        ("scripts/evaluate_model.py", {}, "1000"),
         ("scripts/generate_text.py", {}, "1000"),
     ],
 )

@@ -24,18 +24,11 @@ def room_number(module: str) -> int:
     return ROOMS.index(".".join(module.split(".")[:2]))
 
 
-def read_imports() -> dict[str, set[str]]:
-    """Return what each module of recipe/ imports of the others."""
-    found = {}
+def test_modules_import_from_lower_floors_by_absolute_names_and_without_a_cycle():
+    modules = {}
     for path in sorted((ROOT / "recipe").rglob("*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        found[name] = set(re.findall(r"^ *(?:from|import) (recipe[\w.]*|\..*)", path.read_text(), re.MULTILINE))
-    return found
-
-
-def test_modules_import_from_lower_floors_by_absolute_names_and_without_a_cycle():
-    modules = read_imports()
-    for name, imports in modules.items():
-        for imported in imports:
+        modules[name] = re.findall(r"^ *(?:from|import) (recipe[\w.]*|\..*)", path.read_text(), re.MULTILINE)
+        for imported in modules[name]:
             assert room_number(imported) <= room_number(name), f"{name} imports {imported}"
     graphlib.TopologicalSorter(modules).prepare()  # raises CycleError

@@ -5,7 +5,6 @@ import re
 
 import pytest
 import torch
-import yaml
 from accelerate import Accelerator
 from helpers import ROOT, reset_accelerate
 
@@ -33,9 +32,6 @@ def recipe_of(size, *argv):
     return config, build_model_config(config, 50304, 0)
 
 
-# ------------------------------------------------------------------ sizes that divide
-
-
 @pytest.mark.parametrize(
     ("argv", "num_processes", "device", "expected"),
     [
@@ -49,11 +45,13 @@ def recipe_of(size, *argv):
     ],
 )
 def test_micro_batches_divide_the_global_batch(argv, num_processes, device, expected):
+    """If one does not fit, the next is at most half of it. A typed one stays."""
     config = config_of("--block_size", "1024", "--global_batch_size", "512", *argv)
-    assert memory.micro_batch_sizes(config, Machine(device, num_processes)) == expected
+    machine = Machine(device, num_processes)
+    assert memory.micro_batch_sizes(config, machine) == expected
+    halves = [size for size in expected if size <= expected[0] / 2]
+    assert memory.smaller_micro_batches(config, expected[0], machine) == halves
 
-
-# ------------------------------------------------------------------ the estimate
 
 GPT2 = "n_layer=4,n_head=2,n_embd=128,activation_function="
 LLAMA = "num_hidden_layers=4,hidden_size=128,intermediate_size=344,num_attention_heads=4,num_key_value_heads=2"
@@ -65,11 +63,9 @@ LLAMA = "num_hidden_layers=4,hidden_size=128,intermediate_size=344,num_attention
         (GPT2 + "gelu_new", [], "bf16", "sdpa", 0.97, 1.03),
         (GPT2 + "gelu_new", ["--bf16_residual"], "bf16", "sdpa", 0.97, 1.03),
         (GPT2 + "gelu_new", [], "bf16", "eager", 0.97, 1.03),
-        (GPT2 + "gelu_pytorch_tanh", [], "bf16", "sdpa", 0.97, 1.03),
         (GPT2 + "gelu_new", [], "no", "sdpa", 0.97, 1.03),
         (GPT2 + "gelu_pytorch_tanh", [], "no", "eager", 0.97, 1.03),
         (LLAMA, ["--model_type", "llama"], "bf16", "sdpa", 0.7, 1.25),
-        (LLAMA, ["--model_type", "llama"], "no", "sdpa", 0.7, 1.25),
     ],
 )
 def test_the_activations_are_what_autograd_keeps(overrides, switches, precision, attention, least, most):
@@ -79,7 +75,9 @@ def test_the_activations_are_what_autograd_keeps(overrides, switches, precision,
     config = config_of(*options)
     model_config = build_model_config(config, 640, 0)
     module = LanguageModelingLoss(build_model(config, model_config), 640).train()
-    saved, alive, weights = {}, [], {p.data_ptr() for p in module.parameters()}
+    saved = {}
+    alive = []
+    weights = {p.data_ptr() for p in module.parameters()}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
@@ -98,36 +96,6 @@ def test_the_activations_are_what_autograd_keeps(overrides, switches, precision,
     assert least < sum(saved.values()) / (8 * per_row + casts) < most
 
 
-SHAPES = {
-    "1M": "n_layer=4,n_head=2,n_embd=128 --pad_vocab_to_multiple_of 2048 --block_size 256 --global_batch_size 8",
-    "30M": "n_layer=6,n_head=6,n_embd=384 --pad_vocab_to_multiple_of 50304 --block_size 512 --global_batch_size 4",
-    "124M": "n_layer=12,n_head=12,n_embd=768 --pad_vocab_to_multiple_of 50304 --block_size 1024 --global_batch_size 2",
-}
-
-
-# Resident memory of recipe/train.py on two cores (torch 2.13). Commit 90dd1a3 has the program and all 18 peaks; the
-# second one is newer, because chunks were compiled in another way.
-@pytest.mark.parametrize(
-    ("shape", "settings", "plan", "peak_bytes"),
-    [
-        ("124M", ("bf16", "no", "sdpa"), MemoryPlan(2, False, 1), 5_037_064_192),
-        ("30M", ("no", "inductor", "sdpa"), MemoryPlan(4, False, 1), 1_749_946_368),
-        ("30M", ("bf16", "inductor", "sdpa"), MemoryPlan(4, False, 8), 1_375_240_192),
-        ("30M", ("bf16", "no", "sdpa"), MemoryPlan(4, False, 8), 1_581_395_968),
-        ("30M", ("bf16", "inductor", "sdpa"), MemoryPlan(4, True, 1), 1_290_371_072),
-        ("30M", ("bf16", "no", "sdpa"), MemoryPlan(1, False, 1), 1_428_680_704),
-        ("1M", ("bf16", "no", "eager"), MemoryPlan(8, False, 1), 686_022_656),
-    ],
-)
-def test_the_estimate_is_within_15_percent_of_measured_peaks(shape, settings, plan, peak_bytes):
-    precision, backend, attention = settings
-    options = ["--attn_implementation", attention, "--mixed_precision", precision, "--dynamo_backend", backend]
-    options += ["--config_overrides", *f"activation_function=gelu_new,{SHAPES[shape]}".split()]
-    config = config_of(*options, "--optim", "adamw_torch_fused", "--learning_rate", "1e-3")
-    model_config = build_model_config(config, config.pad_vocab_to_multiple_of, 0)
-    assert estimate_bytes(plan, config, model_config, Machine("cpu")) == pytest.approx(peak_bytes, rel=0.15)
-
-
 DRY_RUNS = json.loads((ROOT / "scripts" / "benchmarks" / "memory_gpu.json").read_text())["entries"]
 
 
@@ -142,33 +110,23 @@ def test_the_estimate_for_a_gpu_is_within_5_percent_of_dry_runs(name):
     assert estimate / 1e9 == pytest.approx(DRY_RUNS[name]["dry_run_gb"], rel=tolerance)
 
 
-# ------------------------------------------------------------------ what it chooses
-
-
 @pytest.mark.parametrize(
     ("size", "memory_gb", "argv", "fitting"),
     [
         ("124m", 8, [], (1, 8)),
-        ("355m", 8, [], ()),
-        ("355m", 8, EIGHT_BIT, (1, 8)),
         ("774m", 16, [], ()),
         ("774m", 16, EIGHT_BIT, (1,)),
-        ("1558m", 16, EIGHT_BIT, ()),
         ("1558m", 25.4, EIGHT_BIT, (1,)),
     ],
 )
 @pytest.mark.parametrize("num_processes", [1, 8])
 def test_the_recipes_fit_the_memory_classes(size, memory_gb, argv, fitting, num_processes):
-    """The classes have 8, 16 and 24 GB (25.4e9 bytes in the driver's report). 8% of the memory stays free.
+    """The classes have 8, 16 and 24 GB (25.4e9 bytes in the driver's report).
 
     Several processes hold the gradients twice: what they accumulate, and DDP's buckets.
     """
-    config, model_config = recipe_of(size, *argv)
-    plan = memory.plan_memory(config, model_config, Machine("cuda", num_processes), memory_gb * GB)
+    plan = memory.plan_memory(*recipe_of(size, *argv), Machine("cuda", num_processes), memory_gb * GB)
     assert (plan is not None) == (num_processes in fitting)
-    if plan:
-        assert plan.total_bytes <= 0.92 * memory_gb * GB
-        assert config.global_batch_size % (plan.micro_batch_size * num_processes) == 0
 
 
 @pytest.mark.parametrize("size", ["124m", "1558m"])
@@ -182,12 +140,11 @@ def test_more_memory_is_never_slower(size):
     assert plans[-1].options == {"micro_batch_size": 64, "activation_checkpointing": 0, "loss_chunks": 1}
 
 
-@pytest.mark.parametrize("memory_gb", [16, 141])
 @pytest.mark.parametrize("checkpointing", [True, False])
-def test_options_that_are_not_auto_are_kept(memory_gb, checkpointing):
+def test_options_that_are_not_auto_are_kept(checkpointing):
     typed = ["--per_device_train_batch_size", "2", "--loss_chunks", "3"]
     typed += ["--activation_checkpointing", str(checkpointing).lower()]
-    plan = memory.plan_memory(*recipe_of("355m", *typed), Machine("cuda"), memory_gb * GB)
+    plan = memory.plan_memory(*recipe_of("355m", *typed), Machine("cuda"), 141 * GB)
     assert plan.options == {"micro_batch_size": 2, "activation_checkpointing": checkpointing, "loss_chunks": 3}
 
 
@@ -196,7 +153,8 @@ def test_a_resumed_run_keeps_the_choices_that_fit(train, monkeypatch, tmp_path):
 
     The config on disk keeps `auto`.
     """
-    plans, usable = [], int(8e9)
+    plans = []
+    usable = int(8e9)
 
     def record(*arguments):
         plans.append(memory.choose_plan(*arguments))
@@ -214,8 +172,7 @@ def test_a_resumed_run_keeps_the_choices_that_fit(train, monkeypatch, tmp_path):
     usable = 10**6
     run = train(*options, 6)
     assert plans[3].options["micro_batch_size"] == plans[3].options["activation_checkpointing"] == 1
-    config = yaml.safe_load((run / "training_config.yaml").read_text())
-    assert (config["activation_checkpointing"], config["loss_chunks"]) == ("auto", "auto")
+    assert "\nactivation_checkpointing: auto\n" in (run / "training_config.yaml").read_text()
 
 
 # ------------------------------------------------------------------ the trial step
