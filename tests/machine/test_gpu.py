@@ -13,6 +13,7 @@ from helpers import ONE_STEP, read_events, read_summary, values_of
 from safetensors.torch import load_file
 
 import recipe.train
+from recipe.errors import UserError
 from recipe.hardware.devices import rounds_products
 from recipe.hardware.memory import PROCESS_BYTES
 
@@ -25,15 +26,19 @@ COMPILED = [*BF16, "--dynamo_backend", "inductor"]
 def whole_gpu():
     """Each test has all of the memory and restores the switches of the process."""
     precision = torch.get_float32_matmul_precision()
-    # PyTorch keeps memory of earlier runs, which a later run could use beyond its cap.
-    gc.unfreeze()  # a run excludes what it has built from collection
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    free_memory()
     yield
     torch.set_float32_matmul_precision(precision)
     torch.cuda.set_per_process_memory_fraction(1.0)
     torch.cuda.set_sync_debug_mode("default")
+
+
+def free_memory():
+    """Release memory that PyTorch keeps from earlier runs, because a later run could use it beyond its cap."""
+    gc.unfreeze()  # a run excludes what it has built from collection
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
 
 
 @pytest.fixture
@@ -132,6 +137,33 @@ def test_tf32_is_a_switch(train, before_each_step, tmp_path):
         assert precision == expected
         has_tf32 = torch.cuda.get_device_capability() >= (8, 0)  # sums of 1,024 products: 10 bits of mantissa, or 23
         assert (error > 2e-3) == rounds == (switch == "true" and has_tf32), error
+
+
+LARGE = ["--config_overrides", "n_layer=8,n_head=4,n_embd=256", "--global_batch_size", "512"]
+
+
+def test_after_a_lack_of_memory_the_same_command_goes_on_in_smaller_pieces(train, before_each_step, tmp_path):
+    """The losses equal those of a run with enough memory."""
+    whole = train(*LARGE, output_dir=tmp_path / "whole")
+    assert read_summary(whole)["per_device_train_batch_size"] == 512
+    free_memory()
+    taken = []
+
+    def take_memory_away(step):
+        if step == 2 and not taken:
+            taken.append(step)
+            total = torch.cuda.get_device_properties(0).total_memory
+            peak = torch.cuda.max_memory_allocated()
+            free_memory()
+            torch.cuda.set_per_process_memory_fraction(0.6 * peak / total)
+
+    before_each_step(take_memory_away)
+    with pytest.raises(UserError, match="out of memory"):
+        train(*LARGE)
+    free_memory()
+    less = train(*LARGE, "--resume_from_checkpoint", "auto")
+    assert read_summary(less)["per_device_train_batch_size"] < 512
+    assert values_of(less, "loss") == pytest.approx(values_of(whole, "loss"), abs=1e-3)
 
 
 def test_124m_trains_on_8_gb(train, monkeypatch, tmp_path, jsonl_file, tokenizer_dir):
