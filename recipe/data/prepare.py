@@ -482,7 +482,8 @@ def print_report(source: TextSource, report: Report, num_bytes: int) -> None:
 
 def print_counts(source: TextSource, tokenizer: "PreTrainedTokenizerFast", splits: dict[str, dict]) -> None:
     """Say what is odd about the ids: unknown text, no ends of documents, much text for validation."""
-    unknown, tokens = (sum(splits[split][key] for split in SPLITS) for key in ("unknown", "tokens"))
+    unknown = sum(splits[split]["unknown"] for split in SPLITS)
+    tokens = sum(splits[split]["tokens"] for split in SPLITS)
     index = unknown_id(tokenizer)
     if unknown and index is not None:
         token = tokenizer.backend_tokenizer.id_to_token(index)

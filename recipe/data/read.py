@@ -257,7 +257,8 @@ class PartReader:
         num_bytes = sys.maxsize
         if part.stop is not None:
             size = os.path.getsize(part.path)
-            start, stop = (find_start(stream, at, size, pattern, LONGEST_SEARCH) for at in (part.start, part.stop))
+            start = find_start(stream, part.start, size, pattern, LONGEST_SEARCH)
+            stop = find_start(stream, part.stop, size, pattern, LONGEST_SEARCH)
             num_bytes = stop - start
             stream.seek(start)
         before = b"\r" if separator.startswith("\n") else b""
@@ -282,7 +283,8 @@ class PartReader:
         part = self.part
         assert isinstance(part, FilePart)
         end = size if part.stop is None else part.stop
-        start, stop = (find_line(file, position, size) for position in (part.start, end))
+        start = find_line(file, part.start, size)
+        stop = find_line(file, end, size)
         limit = round(size * (1 - part.hold_out.tail))
         limit = find_line(file, limit, size, reach=min(BLOCK, (size - limit) // 2))
         file.seek(start)
@@ -446,7 +448,8 @@ class PartReader:
         if part.stop is not None:
             size = os.path.getsize(part.path)
             pattern = separator_pattern(None)
-            self.position, stop = (find_start(stream, at, size, pattern) for at in (part.start, part.stop))
+            self.position = find_start(stream, part.start, size, pattern)
+            stop = find_start(stream, part.stop, size, pattern)
             self.first_number = part.start
             stream.seek(self.position)
         for line in stream:

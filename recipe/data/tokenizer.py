@@ -252,7 +252,8 @@ def count_token_bytes(tokenizer: "PreTrainedTokenizerFast") -> np.ndarray | None
 def added_ids(tokenizer: "PreTrainedTokenizerFast") -> tuple[list[int], list[int]]:
     """Return the ids that the tokenizer's template puts before and after each text."""
     backend = tokenizer.backend_tokenizer
-    text, whole = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
+    text = backend.encode("a", add_special_tokens=False).ids
+    whole = backend.encode("a", add_special_tokens=True).ids
     start = next(i for i in range(len(whole)) if whole[i : i + len(text)] == text)
     return whole[:start], whole[start + len(text) :]
 

@@ -126,7 +126,8 @@ def generate_texts(
 
 def decode_after(tokenizer: PreTrainedTokenizerFast, before: list[int], ids: list[int]) -> str:
     """Decode ids with those before them, because some tokenizers drop the first space of what they decode."""
-    head, whole = (str(tokenizer.decode(part, clean_up_tokenization_spaces=False)) for part in (before, before + ids))
+    head = str(tokenizer.decode(before, clean_up_tokenization_spaces=False))
+    whole = str(tokenizer.decode(before + ids, clean_up_tokenization_spaces=False))
     return whole[len(head) :] if whole.startswith(head) else str(tokenizer.decode(ids))
 
 
