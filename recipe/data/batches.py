@@ -82,7 +82,8 @@ class TrainOrder:
         """
         parts = self.parts or ((self.num_rows, 1),)
         datasets, numbers = split_examples(examples, [share for _, share in parts])
-        rows, first = np.empty_like(examples), 0
+        rows = np.empty_like(examples)
+        first = 0
         for index, (num_rows, _) in enumerate(parts):
             own = numbers[datasets == index]
             shifts = row_shift(own // num_rows, self.shift_below)
@@ -107,12 +108,16 @@ class TrainBatches:
         self, batches: Generator[tuple[torch.Tensor, tuple | None], None, None], device: torch.device
     ) -> None:
         """batches: (rows: int64 [micro-batch, block_size + 1], position)."""
-        self.batches, self.device = batches, device
-        self.position, self.wait_seconds = None, 0.0
+        self.batches = batches
+        self.device = device
+        self.position = None
+        self.wait_seconds = 0.0
         self.ahead = self._fetch()
 
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        (rows, self.position), self.ahead = self.ahead, self._fetch()
+        batch = self.ahead
+        self.ahead = self._fetch()
+        rows, self.position = batch
         return rows[:, :-1], rows[:, 1:]
 
     def _fetch(self) -> tuple[torch.Tensor, tuple | None]:
@@ -125,7 +130,8 @@ class TrainBatches:
 
     def take_wait(self) -> float:
         """Return the seconds that the host has waited for batches since the last call."""
-        seconds, self.wait_seconds = self.wait_seconds, 0.0
+        seconds = self.wait_seconds
+        self.wait_seconds = 0.0
         return seconds
 
     def close(self) -> None:
@@ -168,8 +174,8 @@ def iterate_validation(
 ) -> Iterator[tuple[np.ndarray, int]]:
     """Yield (rows int64 [batch_size, block_size + 1], number of rows that count), spread evenly over the split.
 
-    All processes get the same number of batches (else they would hang) of the same shape (else the graph would be
-    compiled twice), so the last rows may repeat others; they do not count.
+    All processes get the same number of batches (or they would hang) of the same shape (or the graph would be compiled
+    twice), so the last rows may repeat others; they do not count.
     """
     num_batches = -(-num_rows // (batch_size * num_processes))
     for batch in range(num_batches):

@@ -99,7 +99,8 @@ def content_of(directory: Path) -> str | None:
 
 def cached_directory(config: TrainConfig, source: TextSource, inputs: dict[str, Any]) -> Path:
     """Return the folder that a text's fingerprint names; without access to the Hub, the newest one of the dataset."""
-    cache, name = Path(config.cache_dir), name_of_text(source.dataset_name or source.train_files[0])
+    cache = Path(config.cache_dir)
+    name = name_of_text(source.dataset_name or source.train_files[0])
     directory = cache / f"{name}-{fingerprint_of(inputs)[:12]}"
     others = () if directory.is_dir() else cache.glob(f"{name}-*/metadata.json")
     others = sorted(others, key=os.path.getmtime, reverse=True)

@@ -45,7 +45,8 @@ class HoldOut(NamedTuple):
         return "validation" if is_validation else "train"
 
 
-TRAIN, VALIDATION = HoldOut(), HoldOut(EVERY_HASH)
+TRAIN = HoldOut()
+VALIDATION = HoldOut(EVERY_HASH)
 
 
 class FilePart(NamedTuple):
@@ -88,7 +89,8 @@ def hash64(text: str | np.ndarray) -> int:
 def cut(source: TextSource) -> list[Unit]:
     """Return the units in reading order, separate validation text first. Raises `UserError` for bad input.
 
-    `list_units` in recipe/data/read.py adjusts their hold-out threshold if there are few documents.
+    Their hold-out threshold holds on average. In a source of few documents, it may leave a split empty, so it is
+    adjusted when these are read.
     """
     by_hash = HoldOut(int(source.validation_split_percentage / 100 * EVERY_HASH))
     if source.dataset_name == STANDARD_LIBRARY:
@@ -108,7 +110,8 @@ def _stretches(source: TextSource, paths: list[str], hold_out: HoldOut) -> Itera
     has_many = len(paths) * source.validation_split_percentage >= MIN_TEXTS_BY_DOCUMENT * 5.0
     of_end = HoldOut(tail=source.validation_split_percentage / 100) if hold_out.by_hash else hold_out
     for path, size in zip(paths, sizes, strict=True):
-        kind, part = kind_of(path), FilePart(path, hold_out)
+        kind = kind_of(path)
+        part = FilePart(path, hold_out)
         if kind == ".parquet":
             yield from _row_groups(part, source, unit_bytes)
             continue
@@ -126,7 +129,7 @@ def _stretches(source: TextSource, paths: list[str], hold_out: HoldOut) -> Itera
 def _row_groups(part: FilePart, source: TextSource, unit_bytes: int) -> Iterator[tuple[FilePart, int]]:
     """Yield the row groups of a Parquet file. A damaged file stays whole; reading it will say what is wrong."""
     try:
-        with open(part.path, "rb") as file:  # pyarrow takes no names that are not UTF-8
+        with open(part.path, "rb") as file:  # pyarrow itself opens only names in UTF-8
             metadata = pq.ParquetFile(file).metadata
     except (OSError, pa.ArrowException):
         metadata = None
@@ -136,17 +139,20 @@ def _row_groups(part: FilePart, source: TextSource, unit_bytes: int) -> Iterator
     paths = [f"{metadata.schema.column(index).path}." for index in range(metadata.num_columns)]
     # A list's column is `ids.list.element`.
     columns = [index for index, path in enumerate(paths) if path.startswith(f"{source.text_column_name}.")]
-    start, num_bytes = 0, 0
+    start = 0
+    num_bytes = 0
     for number in range(metadata.num_row_groups):
         rows = metadata.row_group(number)
         num_bytes += sum(rows.column(index).total_uncompressed_size for index in columns)
         if num_bytes >= unit_bytes or number + 1 == metadata.num_row_groups:
             yield part._replace(start=start, stop=number + 1), num_bytes
-            start, num_bytes = number + 1, 0
+            start = number + 1
+            num_bytes = 0
 
 
 def _cut_dataset(source: TextSource, hold_out: HoldOut) -> list[Unit]:
-    splits, name = source.dataset, source.dataset_split
+    splits = source.dataset
+    name = source.dataset_split
     if name not in splits:
         missing = f"has no split '{name}' (it has {', '.join(splits)})"
         raise UserError(f"dataset {source.dataset_name} {missing}; pass --dataset_split")
@@ -166,11 +172,17 @@ def unit_size(num_bytes: int) -> int:
 def group(stretches: Iterable[tuple[FilePart, int]]) -> list[Unit]:
     """Join consecutive parts until they fill a unit, so that small files share one."""
     stretches = list(stretches)
-    unit_bytes, units, parts, num_bytes = unit_size(sum(size for _, size in stretches)), [], [], 0
+    unit_bytes = unit_size(sum(size for _, size in stretches))
+    units = []
+    parts = []
+    num_bytes = 0
     for part, size in stretches:
         parts.append(part)
         num_bytes += size
         if num_bytes >= unit_bytes:
             units.append(Unit(parts, num_bytes))
-            parts, num_bytes = [], 0
-    return units + ([Unit(parts, num_bytes)] if parts else [])
+            parts = []
+            num_bytes = 0
+    if parts:
+        units.append(Unit(parts, num_bytes))
+    return units

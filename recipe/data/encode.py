@@ -21,7 +21,8 @@ SLICE_CHARACTERS = 10_000  # of the sample, so that tokenizers encodes slices on
 SEAM = 100  # characters on both sides of a cut that must have the same ids with and without it
 # gigatoken 0.10 never evicts its cache (gigatoken#36): 70 MB for English, but 14 bytes per byte of text in which no
 # word repeats. When the process has grown by this much, the tokenizer starts over, which takes 0.1 s.
-CACHE_BYTES, UNCHECKED_CHARACTERS = 256 * 2**20, 8_000_000
+CACHE_BYTES = 256 * 2**20
+UNCHECKED_CHARACTERS = 8_000_000
 
 # What tokenizers may disagree on: contractions, blanks, digits, other scripts, combining marks (whose order depends on
 # the version of Unicode), emoji, control characters, special tokens in text.
@@ -52,7 +53,8 @@ def choose_encoder(
     except (RuntimeError, ImportError) as error:
         reason = one_line(error).partition(" Location:")[0]
         return "tokenizers", plain, f"tokenizers (gigatoken cannot be used: {reason})"
-    texts, characters = [PROBE], 0
+    texts = [PROBE]
+    characters = 0
     for text in sample:
         head = text[: max(0, SAMPLE_CHARACTERS - characters)]
         texts += [head[start : start + SLICE_CHARACTERS] for start in range(0, len(head), SLICE_CHARACTERS)]
@@ -81,7 +83,7 @@ def _encode_plainly(backend: Tokenizer, texts: Sequence[str]) -> tuple[np.ndarra
 
 
 class Gigatoken:
-    """An `Encode` whose memory is bounded. Not for several threads."""
+    """An `Encode` whose memory is bounded. It is not thread-safe."""
 
     def __init__(self, tokenizer_json: str, parse_special_tokens: bool) -> None:
         """Raises `RuntimeError` for a tokenizer without support."""
@@ -122,13 +124,15 @@ def encode_documents(encode: Encode, texts: Sequence[str]) -> tuple[np.ndarray, 
 
 def batches(texts: Iterator[str] | Sequence[str]) -> Iterator[list[str]]:
     """Group texts into batches of about `BATCH_CHARACTERS`."""
-    batch, characters = [], 0
+    batch = []
+    characters = 0
     for text in texts:
         batch.append(text)
         characters += len(text)
         if characters >= BATCH_CHARACTERS:
             yield batch
-            batch, characters = [], 0
+            batch = []
+            characters = 0
     if batch:
         yield batch
 
@@ -148,14 +152,16 @@ def cut_text(text: str, encode: Encode) -> Iterator[str]:
 def find_cut(text: str, start: int, end: int, encode: Encode) -> int | None:
     """Return the last place between two positions where this tokenizer ends a word; None if none is found.
 
-    Most tokenizers do after a line break, and before a space, if the characters on both sides are no white space.
+    Most tokenizers do after a line break, and before a space, if the characters on both sides are not white space.
     Whether this one does is tried on the text around the place.
     """
     for mark, shift in (("\n", 1), (" ", 0)):
-        position, num_tries = text.rfind(mark, start + 1, end - 1), 0
+        position = text.rfind(mark, start + 1, end - 1)
+        num_tries = 0
         while position > start and num_tries < 3:
             if not text[position - 1].isspace() and not text[position + 1].isspace():
-                cut, num_tries = position + shift, num_tries + 1
+                cut = position + shift
+                num_tries += 1
                 left, right = text[max(start, cut - SEAM) : cut], text[cut : cut + SEAM]
                 ids, lengths = encode([left + right, left, right])
                 if np.array_equal(ids[: lengths[0]], ids[lengths[0] :]):

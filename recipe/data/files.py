@@ -52,24 +52,34 @@ def find_files(paths: Iterable[str], held_out: Sequence[str] = ()) -> Files:
     held_out: files to ignore, and copies of them, because they are the validation text. Raises `UserError` if nothing
     is left.
     """
-    files, seen, counted = Files(), {file_identity(path): "named as validation text" for path in held_out}, set()
+    files = Files()
+    seen = {file_identity(path): "named as validation text" for path in held_out}
+    counted = set()
     for path in paths:
         if Path(path).is_file():
-            names = {path: kind_of(path) and None}  # raises for an unsupported one
+            kind_of(path)  # raises for an unsupported one
+            names = {path: None}
         elif Path(path).is_dir():
-            if option := "--dataset_dir" if is_packed(path) else "--dataset_name" * holds(path, SAVED):
+            if is_packed(path) or holds(path, SAVED):
+                option = "--dataset_dir" if is_packed(path) else "--dataset_name"
                 raise UserError(f"{path} is a dataset, not a folder of text; pass it as {option}")
             names = {name: _reason(name) for name in sorted(_walk(path))}
         else:
             names = _match(path)
         if not names:
-            missing = f"there is no file {path}" + "; download it first" * ("://" in path)
-            missing += "; in a pattern, [ starts a set of characters, so write [[] for a literal [" * ("[" in path)
-            raise UserError(f"there is no text in the folder {path}" if Path(path).is_dir() else missing)
+            if Path(path).is_dir():
+                raise UserError(f"there is no text in the folder {path}")
+            missing = f"there is no file {path}"
+            if "://" in path:
+                missing += "; download it first"
+            if "[" in path:
+                missing += "; in a pattern, [ starts a set of characters, so write [[] for a literal ["
+            raise UserError(missing)
         if all(names.values()):
             kinds = f"it holds {_list(Counter(names.values()))}, and not {', '.join(KINDS)}"
-            hint = f"; name token ids by a pattern, such as '{Path(path, '*.bin')}'" * (TOKENS in names.values())
-            raise UserError(f"there is no file of a supported kind in {path}: {kinds}{hint}")
+            if TOKENS in names.values():
+                kinds += f"; name token ids by a pattern, such as '{Path(path, '*.bin')}'"
+            raise UserError(f"there is no file of a supported kind in {path}: {kinds}")
         for name, ignored in names.items():
             reason = ignored or seen.get(file_identity(name))
             if compression_of(name) and names.get(os.path.splitext(name)[0], "no such file") is None:
@@ -82,7 +92,8 @@ def find_files(paths: Iterable[str], held_out: Sequence[str] = ()) -> Files:
                 seen[file_identity(name)] = "named twice"
     copies = find_copies(files.paths, held_out)
     files.paths = [path for path in files.paths if path not in copies]
-    files.ignored.update({"copy of validation text": len(copies)} if copies else {})
+    if copies:
+        files.ignored["copy of validation text"] = len(copies)
     if not files.paths and files.ignored:
         raise UserError("all files of --train_file are files of --validation_file, too, or copies of them")
     return files
@@ -113,9 +124,10 @@ def _walk(folder: str) -> Iterator[str]:
         listed = [name for name in folders if not name.startswith(".")]
         folders.clear()
         for name in listed:
+            real = os.path.realpath(Path(root, name))
             if holds_results(Path(root, name)):
                 yield os.path.join(root, name)
-            elif (real := os.path.realpath(Path(root, name))) not in entered:
+            elif real not in entered:
                 entered.add(real)
                 folders.append(name)
         yield from (os.path.join(root, name) for name in names if not name.startswith("."))
@@ -133,7 +145,8 @@ def _match(pattern: str) -> dict[str, str | None]:
     below_base = str(Path(pattern).relative_to(base))
     # Path.glob does not follow links, which may lead in a circle, and takes ** at the end for folders (Python 3.12).
     found = base.glob(f"{below_base}/*" if below_base.endswith("**") else below_base)
-    is_result, names = functools.cache(holds_results), {}
+    is_result = functools.cache(holds_results)
+    names = {}
     for path in sorted(filter(Path.is_file, found), key=str):
         *below, _ = path.relative_to(base).parents
         if "/." in f"/{path.relative_to(base)}" and "/." not in f"/{below_base}":  # hidden
@@ -182,12 +195,15 @@ def compression_of(path: str) -> str | None:
 
 def _suffix(path: str) -> str:
     name = Path(path.lower())
-    return (name.with_suffix("") if compression_of(path) else name).suffix
+    if compression_of(path):
+        name = name.with_suffix("")
+    return name.suffix
 
 
 def kind_of(path: str) -> str:
     """Return a file's suffix, ignoring the compression's. Raises `UserError` for an unsupported one."""
-    if (kind := _suffix(path)) not in KINDS and (kind != TOKENS or compression_of(path)):
+    kind = _suffix(path)
+    if kind not in KINDS and (kind != TOKENS or compression_of(path)):
         compressed = ", ".join(COMPRESSIONS)
         known = f"{', '.join(KINDS)} files, plain or compressed ({compressed}), or token ids in {TOKENS} files"
         raise UserError(f"cannot read {path}: use {known}")
@@ -231,7 +247,7 @@ def open_decompressed(path: str) -> Any:
             return bz2.BZ2File(path)
         case ".xz":
             return lzma.LZMAFile(path)
-        case _:  # pyarrow takes no names that are not UTF-8, but open files
+        case _:  # pyarrow itself opens only names in UTF-8, but it accepts open files
             import pyarrow as pa  # not at the top, because training on a packed dataset does not need it
 
             file = pa.PythonFile(io.FileIO(path))
@@ -260,7 +276,10 @@ def digest_files(paths: list[str], digest: Callable[[str], str] | None = None) -
 
     A file that has just changed is not cached, because another change may show the same time.
     """
-    cache_file, cached, keys, fresh = cache_dir() / "file_digests.json", {}, [], set()
+    cache_file = cache_dir() / "file_digests.json"
+    cached = {}
+    keys = []
+    fresh = set()
     with contextlib.suppress(OSError, ValueError):
         cached = json.loads(cache_file.read_text())
     for path in paths:

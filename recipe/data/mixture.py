@@ -68,7 +68,7 @@ def open_datasets(directories: Sequence[Path], block_size: int, weights: Sequenc
 
 
 def mix_metadata(parts: dict[str, PackedDataset], shares: dict[str, float]) -> dict[str, Any]:
-    """Return the metadata of a mixture: those of its datasets, the sums of the counts, and a hash of the hashes."""
+    """Return the metadata of a mixture: that of its datasets, the sums of the counts, and a hash of the hashes."""
     mixture = {name: metadata_of(dataset) | {"share": shares[name]} for name, dataset in parts.items()}
     all_parts: list[dict[str, Any]] = list(mixture.values())
     used = {"train": [part for part in all_parts if part["share"] > 0], "validation": all_parts}
@@ -99,7 +99,9 @@ def split_examples(examples: np.ndarray, shares: Sequence[int]) -> tuple[np.ndar
 
     examples: int64 [n], counted from the start of the run. shares: integers, greater than 0.
     """
-    datasets, numbers, left = np.full_like(examples, -1), examples.copy(), sum(shares)
+    datasets = np.full_like(examples, -1)
+    numbers = examples.copy()
+    left = sum(shares)
     for index, share in enumerate(shares):
         rest = datasets < 0  # no earlier dataset takes them; `numbers` counts only these
         before = (numbers * share + left // 2) // left  # of them, rounded

@@ -27,7 +27,6 @@ import numpy as np
 from recipe.config import SPLITS
 from recipe.data.cut import Unit
 from recipe.data.encode import Encode, build_encoder, encode_documents
-from recipe.data.packed import COUNTS
 from recipe.data.read import Report, read_unit
 from recipe.data.source import TextSource
 from recipe.data.tokenizer import added_ids, count_ids, count_token_bytes, end_of_text, special_tokens, unknown_id
@@ -38,7 +37,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 BATCH_CHARACTERS = 1_000_000  # packed at a time
-MIN_BLOCKS, ROWS_AT_A_TIME = 8, 1000  # rows of token ids; fewer than 8 may have one length by chance
+MIN_BLOCKS = 8  # rows of token ids; fewer may have the same length by chance
+ROWS_AT_A_TIME = 1000
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,21 @@ class Encoding:
     vocab_size: int
     end: int  # the id after each document
     prefix: list[int]  # the ids in front of each document
-    special: dict[int, str]  # from `special_tokens`
-    unknown: int | None  # from `unknown_id`
-    token_bytes: np.ndarray | None  # from `count_token_bytes`
+    special: dict[int, str]  # the tokens that stand for no text, by id
+    unknown: int | None  # the id for text that the tokenizer cannot spell
+    token_bytes: np.ndarray | None  # the bytes of text of each id; None if ids do not say how long their text was
 
     @classmethod
     def of(cls, tokenizer: "PreTrainedTokenizerFast") -> "Encoding":
-        size, prefix = count_ids(tokenizer), added_ids(tokenizer)[0]
-        parts = end_of_text(tokenizer), prefix, special_tokens(tokenizer), unknown_id(tokenizer)
-        return cls(tokenizer.backend_tokenizer.to_str(), size, *parts, count_token_bytes(tokenizer))
+        return cls(
+            tokenizer_json=tokenizer.backend_tokenizer.to_str(),
+            vocab_size=count_ids(tokenizer),
+            end=end_of_text(tokenizer),
+            prefix=added_ids(tokenizer)[0],
+            special=special_tokens(tokenizer),
+            unknown=unknown_id(tokenizer),
+            token_bytes=count_token_bytes(tokenizer),
+        )
 
     def check(self, ids: np.ndarray) -> None:
         """Raise `UserError` for an id that the tokenizer does not have: as uint16, 70000 would become 4464."""
@@ -69,18 +75,22 @@ class Encoding:
     def describe(
         self, counts: np.ndarray, num_bytes: int | None = None, num_documents: int | None = None
     ) -> dict[str, int | None]:
-        """Return what a stream of ids holds: `COUNTS`, and the tokens of unknown text.
+        """Return what a stream of ids holds: the counts of a split, and the tokens of unknown text.
 
         counts: how often each id occurs, int64 [vocabulary]. num_bytes: of the text; by default, what the ids spell.
         num_documents: by default, the ends.
         """
         if num_bytes is None and self.token_bytes is not None:
             num_bytes = int(counts @ self.token_bytes)
-        num_tokens, num_special = int(counts.sum()), int(counts[list(self.special)].sum())
-        unknown = 0 if self.unknown is None else int(counts[self.unknown])
-        num_documents = int(counts[self.end]) if num_documents is None else num_documents
-        values = num_documents, num_tokens, num_tokens - num_special, num_bytes
-        return {**dict(zip(COUNTS, values, strict=True)), "unknown": unknown}
+        num_tokens = int(counts.sum())
+        num_special = int(counts[list(self.special)].sum())
+        return {
+            "documents": int(counts[self.end]) if num_documents is None else num_documents,
+            "tokens": num_tokens,
+            "text_tokens": num_tokens - num_special,
+            "bytes": num_bytes,
+            "unknown": 0 if self.unknown is None else int(counts[self.unknown]),
+        }
 
 
 @dataclass(frozen=True)
@@ -99,10 +109,16 @@ class Packer:
 
     def __init__(self, file: IO[bytes], encode: Encode, encoding: Encoding, parses_special: bool) -> None:
         """parses_special: a text may hold special tokens, and begin and end with them."""
-        self.file, self.encode, self.encoding, self.parses_special = file, encode, encoding, parses_special
-        self.digest, self.counts = hashlib.sha256(), np.zeros(encoding.vocab_size, np.int64)
-        self.texts, self.characters = [], 0
-        self.num_documents = self.num_bytes = 0
+        self.file = file
+        self.encode = encode
+        self.encoding = encoding
+        self.parses_special = parses_special
+        self.digest = hashlib.sha256()
+        self.counts = np.zeros(encoding.vocab_size, np.int64)
+        self.texts = []
+        self.characters = 0
+        self.num_documents = 0
+        self.num_bytes = 0
 
     def add(self, text: str) -> None:
         """Add a document."""
@@ -115,7 +131,9 @@ class Packer:
         """Write the tokens of the documents that wait."""
         if not self.texts:
             return
-        texts, self.texts, self.characters = self.texts, [], 0
+        texts = self.texts
+        self.texts = []
+        self.characters = 0
         ids, lengths = encode_documents(self.encode, texts)
         self.num_bytes += sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
         if self.parses_special:  # special tokens are no text
@@ -128,7 +146,8 @@ class Packer:
 
     def add_rows(self, rows: list[np.ndarray]) -> None:
         """Add the ids of documents, with or without what packing puts around them."""
-        bare, prefix = [], self.encoding.prefix
+        bare = []
+        prefix = self.encoding.prefix
         for ids in rows:
             start = len(prefix) if ids[: len(prefix)].tolist() == prefix else 0
             has_end = len(ids) > start and ids[-1] == self.encoding.end
@@ -138,7 +157,8 @@ class Packer:
 
     def _write_documents(self, ids: np.ndarray, lengths: np.ndarray) -> None:
         """Write documents, whose ids follow each other, each between the prefix and an end of text."""
-        ends, prefix = np.cumsum(lengths), self.encoding.prefix
+        ends = np.cumsum(lengths)
+        prefix = self.encoding.prefix
         places = np.stack([ends - lengths] * len(prefix) + [ends], axis=1).reshape(-1)
         self.write(np.insert(ids, places, np.tile([*prefix, self.encoding.end], len(ends))))
         self.num_documents += len(ends)
@@ -153,8 +173,8 @@ class Packer:
     def close(self, is_text: bool) -> dict:
         """Write what is left. Returns what the file holds, and the hash of its ids."""
         self.flush()
-        num_bytes, num_documents = self.num_bytes if is_text else None, self.num_documents or None
-        counts = self.encoding.describe(self.counts, num_bytes, num_documents)
+        num_bytes = self.num_bytes if is_text else None
+        counts = self.encoding.describe(self.counts, num_bytes, self.num_documents or None)
         return {**counts, "content_sha256": self.digest.hexdigest()}
 
 
@@ -163,7 +183,8 @@ class UnitTokenizer:
 
     def __init__(self, job: Job, encoders: dict[str, Encode] | None = None) -> None:
         """encoders: those that exist already, by their names for `build_encoder`."""
-        self.job, self.encoders = job, encoders or {}
+        self.job = job
+        self.encoders = encoders or {}
         self.mark = secrets.token_hex(4)  # other jobs of an array write to the same folder
 
     def __call__(self, number: int, unit: Unit, encoder: str) -> dict:
@@ -171,7 +192,8 @@ class UnitTokenizer:
 
         encoder: a name for `build_encoder`. Raises `UserError` if the text cannot be read or the disk is full.
         """
-        job, folder = self.job, Path(self.job.folder)
+        job = self.job
+        folder = Path(job.folder)
         self.build(encoder)
         partial = {split: folder / f".{split}-{number:05d}-{self.mark}" for split in (*job.splits, "unit")}
         try:
@@ -192,15 +214,19 @@ class UnitTokenizer:
         return summary
 
     def build(self, name: str) -> None:
-        """Build an encoder. Raises what `build_encoder` does."""
+        """Build an encoder unless it exists. Raises `RuntimeError` or `ImportError` if it cannot be used."""
         if name not in self.encoders:
-            options = self.job.encoding.tokenizer_json, name, self.job.source.parse_special_tokens
-            self.encoders[name] = build_encoder(*options)
+            parses_special = self.job.source.parse_special_tokens
+            self.encoders[name] = build_encoder(self.job.encoding.tokenizer_json, name, parses_special)
 
     def _pack(self, unit: Unit, files: Mapping[str, IO[bytes]], encode: Encode) -> dict:
-        job, report, rows, kinds, are_blocks = self.job, Report(), [], set(), True
-        tools = encode, job.encoding, job.source.parse_special_tokens
-        packers = {split: Packer(file, *tools) for split, file in files.items()}
+        job = self.job
+        report = Report()
+        rows = []
+        kinds = set()
+        are_blocks = True
+        parses_special = job.source.parse_special_tokens
+        packers = {split: Packer(file, encode, job.encoding, parses_special) for split, file in files.items()}
 
         def add_rows() -> None:
             for split, packer in packers.items():
@@ -228,7 +254,7 @@ class UnitTokenizer:
         are_blocks = are_blocks and len(rows) >= MIN_BLOCKS and len(rows[-1][1]) <= len(rows[0][1])
         if are_blocks and not job.source.has_validation:  # neighbors are parts of one document
             limit = len(rows) - max(1, round(len(rows) * job.source.held_out_share))
-            rows = [(SPLITS[number >= limit], ids) for number, (_, ids) in enumerate(rows)]
+            rows = [("train" if number < limit else "validation", ids) for number, (_, ids) in enumerate(rows)]
         add_rows()
         splits = {split: packer.close(is_text=kinds != {np.ndarray}) for split, packer in packers.items()}
         return {"type": id_type_of(job.encoding.vocab_size), "report": report, "splits": splits}
@@ -260,7 +286,8 @@ class UnitWorkers:
         return self.threads.submit(self._run, (number, unit, encoder))
 
     def _run(self, request: tuple[int, Unit, str]) -> dict:
-        process, answer = self.idle.get(), None
+        process = self.idle.get()
+        answer = None
         with contextlib.suppress(BrokenPipeError, EOFError, pickle.UnpicklingError):
             _send(request, process.stdin)
             answer = pickle.load(process.stdout)

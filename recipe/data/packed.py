@@ -5,7 +5,7 @@
     DIR/tokenizer/                                  the tokenizer that made them
     DIR/metadata.json                               counts, hashes, and where the ids are; written last
 
-Token files of other programs are used in place: then the metadata name stretches of them (recipe/data/tokens.py).
+Token files of other programs are used in place: then the metadata names stretches of them (recipe/data/tokens.py).
 
 A split is one stream: the ids of its units, one after another. A run reads it in rows of its own block_size: row i
 holds tokens [i*T, i*T + T + 1), T = block_size. Each row starts with the last token of the previous row, so every
@@ -71,10 +71,13 @@ class PackedSplit:
 
         No row has ids of two datasets. end_of_document: the id; None if it may be within a document, too.
         """
-        self.name, self.stretches, self.block_size, self.vocab_size = name, stretches, block_size, vocab_size
+        self.name = name
+        self.stretches = stretches
+        self.block_size = block_size
+        self.vocab_size = vocab_size
         self.end_of_document = end_of_document
         self.orders: dict[int, tuple[int, np.ndarray, np.ndarray]] = {}  # the newest of each part
-        self.chunks = [map_ids(stretch) for stretch in stretches]  # readable also when the files are replaced
+        self.chunks = [map_ids(stretch) for stretch in stretches]  # readable even after the files are replaced
         self.starts = [0, *itertools.accumulate(map(len, self.chunks))]  # of the chunks in the stream
         self.sizes = sizes or [self.starts[-1]]
         self.first_tokens = np.cumsum([0, *self.sizes])
@@ -83,16 +86,14 @@ class PackedSplit:
     @classmethod
     def joined(cls, splits: list["PackedSplit"]) -> "PackedSplit":
         """Return the rows of several datasets, one after another."""
-        first, stretches = splits[0], [stretch for split in splits for stretch in split.stretches]
-        names = ", ".join(split.name for split in splits)
         ends = {split.end_of_document for split in splits}
         return cls(
-            names,
-            stretches,
-            first.block_size,
-            first.vocab_size,
-            [split.starts[-1] for split in splits],
-            ends.pop() if len(ends) == 1 else None,
+            name=", ".join(split.name for split in splits),
+            stretches=[stretch for split in splits for stretch in split.stretches],
+            block_size=splits[0].block_size,
+            vocab_size=splits[0].vocab_size,
+            sizes=[split.starts[-1] for split in splits],
+            end_of_document=ends.pop() if len(ends) == 1 else None,
         )
 
     def __len__(self) -> int:
@@ -121,11 +122,13 @@ class PackedSplit:
         if shift == 0 or self.end_of_document is None:
             return self._tokens(start, stop)
         ends, moved = self._reorder(int(np.searchsorted(self.first_tokens, start, side="right")) - 1, shift)
-        number, pieces = int(np.searchsorted(ends, start, side="right")), []
+        number = int(np.searchsorted(ends, start, side="right"))
+        pieces = []
         while start < stop:
             end = min(stop, int(ends[number]))
             pieces.append(self._tokens(start + int(moved[number]), end + int(moved[number])))
-            start, number = end, number + 1
+            start = end
+            number += 1
         return np.concatenate(pieces)
 
     def _reorder(self, part: int, shift: int) -> tuple[np.ndarray, np.ndarray]:
@@ -143,10 +146,12 @@ class PackedSplit:
         return self.orders[part][1:]
 
     def _tokens(self, start: int, stop: int) -> np.ndarray:
-        number, pieces = bisect.bisect_right(self.starts, start) - 1, []
+        number = bisect.bisect_right(self.starts, start) - 1
+        pieces = []
         while start < stop:
             pieces.append(self.chunks[number][start - self.starts[number] : stop - self.starts[number]])
-            start, number = self.starts[number + 1], number + 1
+            number += 1
+            start = self.starts[number]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def check(self, ids: np.ndarray) -> None:
@@ -156,8 +161,14 @@ class PackedSplit:
             raise UserError(f"{self.name} contains {beyond}; prepare it again")
 
     def __reduce__(self):  # a worker process maps the files itself
-        place = self.name, self.stretches, self.block_size, self.vocab_size
-        return PackedSplit, (*place, self.sizes, self.end_of_document)
+        return PackedSplit, (
+            self.name,
+            self.stretches,
+            self.block_size,
+            self.vocab_size,
+            self.sizes,
+            self.end_of_document,
+        )
 
 
 def mix(values: np.ndarray) -> np.ndarray:
@@ -171,7 +182,8 @@ def map_ids(stretch: Stretch) -> np.ndarray:
     """Map the ids of a part of a file into memory."""
     import torch  # not at the top, because preparing data does not need it
 
-    path, dtype = Path(stretch.path), np.dtype(stretch.type)
+    path = Path(stretch.path)
+    dtype = np.dtype(stretch.type)
     if not can_map(path):
         return np.fromfile(path, dtype, stretch.count, offset=stretch.start)
     size = stretch.start + stretch.count * dtype.itemsize
@@ -193,8 +205,8 @@ class PackedDataset:
     @functools.cached_property
     def tokenizer(self) -> "PreTrainedTokenizerFast":
         """Load the tokenizer that made the ids. Raises `UserError` if its files have changed."""
-        directory, sha256 = self.directory / "tokenizer", self.metadata["tokenizer_sha256"]
-        return load_saved_tokenizer(directory, sha256, **encoding_of(self.metadata))
+        sha256 = self.metadata["tokenizer_sha256"]
+        return load_saved_tokenizer(self.directory / "tokenizer", sha256, **encoding_of(self.metadata))
 
     @property
     def vocab_size(self) -> int:
@@ -218,17 +230,19 @@ def metadata_of(dataset: Any) -> dict[str, Any]:
         counts = dataset.metadata["splits"]
         rows = {"train": len(dataset.train), "validation": len(dataset.validation)}
         return dataset.metadata | {"splits": {name: counts[name] | {"rows": rows[name]} for name in SPLITS}}
-    splits, digest = {}, hashlib.sha256()
-    token_bytes, is_text = count_token_bytes(dataset.tokenizer), text_ids(dataset.tokenizer)
+    splits = {}
+    digest = hashlib.sha256()
+    token_bytes = count_token_bytes(dataset.tokenizer)
+    is_text = text_ids(dataset.tokenizer)
     for name in SPLITS:
         split = getattr(dataset, name)
         ids = np.asarray(split[np.arange(min(100, len(split)))])
         digest.update(ids[:8].astype(np.int64).tobytes())
-        text_share, num_tokens = is_text[ids].mean(), len(split) * (ids.shape[1] - 1)
+        num_tokens = len(split) * (ids.shape[1] - 1)
         counts = {
             "documents": None,
             "tokens": num_tokens,
-            "text_tokens": round(text_share * num_tokens),
+            "text_tokens": round(is_text[ids].mean() * num_tokens),
             "bytes": None,
         }
         if token_bytes is not None:  # estimated from these rows
@@ -260,7 +274,9 @@ def open_packed_dataset(directory: Path, block_size: int) -> PackedDataset:
     """Open a dataset in rows of block_size + 1 tokens. Raises `UserError` if it is damaged or a split fills no row."""
     metadata = read_metadata(directory)
     check_splits(metadata, block_size)
-    size, end, encoding = metadata["vocab_size"], metadata["eos_token_id"], encoding_of(metadata)
+    size = metadata["vocab_size"]
+    end = metadata["eos_token_id"]
+    encoding = encoding_of(metadata)
     if encoding["parse_special_tokens"] or end in encoding["document_prefix"]:
         end = None  # it may follow each message of a dialog, or begin documents, too
     train, validation = (
@@ -289,18 +305,21 @@ def read_metadata(directory: Path) -> dict[str, Any]:
         raise UserError(f"{directory} is not a complete packed dataset (it has no metadata.json); {remedy}")
     try:
         metadata = json.loads((directory / "metadata.json").read_text())
-        if (version := metadata["format_version"]) != FORMAT_VERSION:
+        version = metadata["format_version"]
+        if version != FORMAT_VERSION:
             raise UserError(f"it has format {version}, not {FORMAT_VERSION}")
-        for name, start, count in (place for split in SPLITS for place in metadata["splits"][split]["stretches"]):
-            described = metadata["files"][name]
-            if not 0 <= start <= start + count * np.dtype(described["type"]).itemsize <= described["bytes"]:
-                raise UserError(f"{name} does not hold its ids")
+        for split in SPLITS:
+            for name, start, count in metadata["splits"][split]["stretches"]:
+                described = metadata["files"][name]
+                if not 0 <= start <= start + count * np.dtype(described["type"]).itemsize <= described["bytes"]:
+                    raise UserError(f"{name} does not hold its ids")
         for name, described in metadata["files"].items():
             if "digest" in described and os.path.isabs(name):  # a file of another program
                 continue
             if "digest" in described or Path(name).name != name:
                 raise UserError(f"{name} is not a file in it")
-            if (actual := (directory / name).stat().st_size) != described["bytes"]:
+            actual = (directory / name).stat().st_size
+            if actual != described["bytes"]:
                 raise UserError(f"{name} has {actual} bytes instead of {described['bytes']}")
     except Exception as error:  # json raises various errors for damaged files
         reason = error if isinstance(error, UserError) else short_reason(error)
@@ -314,11 +333,13 @@ def read_metadata(directory: Path) -> dict[str, Any]:
 
 def check_splits(metadata: dict[str, Any], block_size: int) -> None:
     """Raise `UserError` if a split fills no row, naming the options that would provide some."""
-    counts, held_out = metadata["splits"], metadata["source"]["validation_split_percentage"]
+    counts = metadata["splits"]
+    held_out = metadata["source"]["validation_split_percentage"]
     short = next((split for split in SPLITS if counts[split]["tokens"] <= block_size), None)
     if short is None:
         return
-    tokens, documents = counts[short]["tokens"], counts["train"]["documents"]
+    tokens = counts[short]["tokens"]
+    documents = counts["train"]["documents"]
     problem = f"the {short} text has {tokens:,} tokens, fewer than one row of block_size + 1 = {block_size + 1:,}"
     remedies = ["more text"]
     if tokens > 16:  # a model learns nothing from shorter rows

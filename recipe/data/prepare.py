@@ -63,7 +63,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 TRAINED_PREFIX = "bpe "  # in the inputs, the prefix of a tokenizer that is trained on the text
-LOCK_NAME, COMPLETE_NAME, METADATA_NAME = ".lock", ".complete", "metadata.json"
+LOCK_NAME = ".lock"
+COMPLETE_NAME = ".complete"
+METADATA_NAME = "metadata.json"
 PARTS = re.compile(rf"({'|'.join(SPLITS)})-\d+\.bin|tokenizer|{re.escape(METADATA_NAME)}")  # of a packed dataset
 WORTH_A_WARNING = 0.01  # share of unknown tokens, or of characters that are none
 LARGE_VALIDATION = 3  # times the percentage that is held out
@@ -98,19 +100,21 @@ def prepare_dataset(
 ) -> dict[str, Any] | None:
     """Prepare `directory`, unless it was prepared from the same inputs. Returns its metadata.
 
-    tokenizer: the prefix of its template begins each document (see `without_template`). Without a tokenizer, trains a
-    byte-level BPE of up to tokenizer_vocab_size tokens. share: the units to prepare here; the result is None while
-    others are missing. num_units: prepare only so many units of the training text, spread over the source. overwrite:
-    replace another packed dataset. Raises `UserError` for bad input, and if `directory` holds anything else.
+    tokenizer: what its template puts in front of a text begins each document. Without a tokenizer, trains a byte-level
+    BPE of up to tokenizer_vocab_size tokens. share: the units to prepare here; the result is None while others are
+    missing. num_units: prepare only so many units of the training text, spread over the source. overwrite: replace
+    another packed dataset. Raises `UserError` for bad input, and if `directory` holds anything else.
     """
     source = source.for_tokenizer(tokenizer)
     inputs = inputs_of(source, tokenizer, tokenizer_vocab_size, num_units)
     target = Target(source, directory, inputs, overwrite)
     if (existing := _find_existing(target)) is not None:
         return existing
-    units, failure = [], None
+    units = []
+    failure = None
     try:
-        if not is_made_from(directory / COMPLETE_NAME, inputs, source):  # else a killed process left only the move
+        # If the dataset is complete there, a process was killed before it had moved the files.
+        if not is_made_from(directory / COMPLETE_NAME, inputs, source):
             tokenizer, units = claim_dataset(target, tokenizer, tokenizer_vocab_size, num_units)
             try:
                 tokenize(target, tokenizer, units, share, num_workers or count_cpus())
@@ -130,7 +134,8 @@ def inputs_of(
     """Return all that determines a prepared dataset."""
     made_with = tokenizer_sha256(tokenizer) if tokenizer else f"{TRAINED_PREFIX}{tokenizer_vocab_size}"
     inputs = {"format_version": FORMAT_VERSION, "tokenizer": made_with, "num_units": num_units, **source.inputs}
-    if tokenizer and (prefix := added_ids(tokenizer)[0]):
+    prefix = added_ids(tokenizer)[0] if tokenizer else []
+    if prefix:
         inputs["document_prefix"] = prefix
     return inputs
 
@@ -158,16 +163,19 @@ def is_made_from(directory: Path, inputs: dict[str, Any], source: TextSource) ->
 
 def _find_existing(target: Target) -> dict[str, Any] | None:
     """Return the metadata of a prepared dataset, else None. Raises `UserError` if the folder must not be replaced."""
-    directory, inputs = target.directory, target.inputs
+    directory = target.directory
+    inputs = target.inputs
     if not (directory / METADATA_NAME).is_file():
-        others = [path for path in directory.glob("[!.]*") if path.name != "lost+found"]  # of a disk's own
+        others = [path for path in directory.glob("[!.]*") if path.name != "lost+found"]  # which file systems create
         if directory.is_file() or (others and not (directory / COMPLETE_NAME).exists()):
             raise UserError(f"{directory} exists and is not a packed dataset; choose another folder")
         return None
     if is_made_from(directory, inputs, target.source):
         with contextlib.suppress(UserError) if target.overwrite else contextlib.nullcontext():  # it may be damaged
             metadata = read_metadata(directory)
-            unknown = " (the Hub does not say whether its files have changed)" * (inputs["content"] is None)
+            unknown = ""
+            if inputs["content"] is None:
+                unknown = " (the Hub does not say whether its files have changed)"
             say(f"{directory} is already prepared{unknown}")
             return metadata
     elif not target.overwrite:
@@ -221,7 +229,8 @@ def keep_tokenizer(
     tokenizer_vocab_size: int | None,
 ) -> "PreTrainedTokenizerFast":
     """Save the tokenizer beside the units, and train it first if there is none. Returns it."""
-    folder, started_at = partial / "tokenizer", time.perf_counter()
+    started_at = time.perf_counter()
+    folder = partial / "tokenizer"
     if folder.is_dir():
         return tokenizer or load_tokenizer(str(folder))
     partial.mkdir(parents=True, exist_ok=True)
@@ -249,23 +258,29 @@ def tokenize(
     target: Target, tokenizer: "PreTrainedTokenizerFast", units: list[Unit], share: slice, num_workers: int
 ) -> None:
     """Tokenize the units of a share that are missing, in this process if it is only one."""
-    source, encoding = target.source, Encoding.of(tokenizer)
+    source = target.source
+    encoding = Encoding.of(tokenizer)
     missing = set(missing_units(target, len(units)))
     numbers = [number for number in range(len(units))[share] if number in missing]
     if len(missing) < len(units):
         say(f"{len(units) - len(missing):,} of {len(units):,} units are done")
     if not numbers:
         return
-    job, num_workers = Job(source, str(target.partial), encoding), min(num_workers, len(numbers))
+    job = Job(source, str(target.partial), encoding)
+    num_workers = min(num_workers, len(numbers))
     workers = UnitWorkers(job, num_workers) if len(numbers) > 1 else None  # they start during the check below
     with contextlib.closing(workers) if workers else contextlib.nullcontext():
-        name, encode, sample = "tokenizers", None, read_sample(source, units)
-        if texts := [text for text in sample if isinstance(text, str)]:
+        sample = read_sample(source, units)
+        texts = [text for text in sample if isinstance(text, str)]
+        ids = [row for row in sample if not isinstance(row, str)]
+        name = "tokenizers"
+        encode = None
+        if texts:
             for line in look_for_special_tokens(encoding, source, texts):
                 say(line)
             name, encode, how = choose_encoder(encoding.tokenizer_json, texts, source.parse_special_tokens)
             say(f"token ids: {how}")
-        elif ids := [row for row in sample if not isinstance(row, str)]:
+        elif ids:
             for line in look_at_ids(encoding, np.concatenate(ids[:100])):
                 say(line)
         say(f"units: {len(numbers):,}, processes: {num_workers}")
@@ -286,7 +301,8 @@ def missing_units(target: Target, num_units: int) -> Iterator[int]:
     for number in range(num_units):
         try:
             summary = read_summary(target, number)
-            id_bytes, splits = np.dtype(summary["type"]).itemsize, summary["splits"]
+            id_bytes = np.dtype(summary["type"]).itemsize
+            splits = summary["splits"]
             sizes = {split: (target.partial / f"{split}-{number:05d}.bin").stat().st_size for split in splits}
             is_done = all(sizes[split] == id_bytes * counts["tokens"] for split, counts in splits.items())
         except (OSError, ValueError):
@@ -301,19 +317,24 @@ def read_summary(target: Target, number: int) -> dict[str, Any]:
 
 def look_for_special_tokens(encoding: Encoding, source: TextSource, sample: Sequence[str]) -> Iterator[str]:
     """Yield a line for each kind of special token that the text spells: ends of documents, and others."""
-    text, end = "\n".join(sample)[:SAMPLE_CHARACTERS], encoding.special[encoding.end]
-    counts = {token: count for token in sorted(encoding.special.values()) if (count := text.count(token))}
+    text = "\n".join(sample)[:SAMPLE_CHARACTERS]
     place = f"in the first {len(text):,} characters"
-    if not source.parse_special_tokens and (count := counts.pop(end, 0)):
+    counts = {token: text.count(token) for token in sorted(encoding.special.values())}
+    counts = {token: count for token, count in counts.items() if count > 0}
+    end = encoding.special[encoding.end]
+    num_ends = 0 if source.parse_special_tokens else counts.pop(end, 0)
+    if num_ends > 0:
         option = shell_command(document_separator=end)
         if source.document_separator or not any(kind_of(path) in (".txt", ".md") for path in source.files.paths):
             option = "--parse_special_tokens"  # rows have no separator
-        count = f"{end} ({count:,} times {place})"
-        yield f"warning: the text contains {count}, packed as characters; if it ends documents, pass {option}"
+        found = f"{end} ({num_ends:,} times {place})"
+        yield f"warning: the text contains {found}, packed as characters; if it ends documents, pass {option}"
     if counts:
         listed = ", ".join(f"{token} ({count:,})" for token, count in Counter(counts).most_common(5))
         what = "packed as characters; --parse_special_tokens makes ids of them"
-        yield f"special tokens {place}: {listed}, {'made ids' if source.parse_special_tokens else what}"
+        if source.parse_special_tokens:
+            what = "made ids"
+        yield f"special tokens {place}: {listed}, {what}"
 
 
 # ------------------------------------------------------------------ finish: one dataset
@@ -326,7 +347,8 @@ def finish(
 
     failure: raised unless another process has completed the dataset.
     """
-    directory, partial = target.directory, target.partial
+    directory = target.directory
+    partial = target.partial
     with locked(directory):
         finish_replacement(directory)
         if (existing := _find_existing(target)) is not None:
@@ -335,14 +357,16 @@ def finish(
             return existing
         if failure:
             raise failure
-        if left := len(list(missing_units(target, num_units))):
-            say(f"{left:,} of {num_units:,} units are not done yet")
+        num_missing = len(list(missing_units(target, num_units)))
+        if num_missing > 0:
+            say(f"{num_missing:,} of {num_units:,} units are not done yet")
             return None
-        assert tokenizer is not None  # else the dataset was complete
+        assert tokenizer is not None  # without one, the dataset was complete
         metadata = summarize(target, tokenizer, num_units)
         os.rename(partial, directory / COMPLETE_NAME)  # only one process can, even where there are no locks
         finish_replacement(directory)
-        if others := [path.name for path in directory.glob(".*.partial")]:
+        others = [path.name for path in directory.glob(".*.partial")]
+        if others:
             say(f"{directory} also holds unfinished preparations, of other text or options: {', '.join(others)}")
     shown = ("documents", "tokens", "bytes")
     documents, tokens, num_bytes = (sum(split[key] or 0 for split in metadata["splits"].values()) for key in shown)
@@ -357,7 +381,9 @@ def summarize(target: Target, tokenizer: "PreTrainedTokenizerFast", num_units: i
 
     Raises `UserError` if a split is empty.
     """
-    source, report, made_with = target.source, Report(), target.inputs["tokenizer"]  # a hash takes 0.2 s
+    source = target.source
+    report = Report()
+    made_with = target.inputs["tokenizer"]  # its hash, if it was not trained here; computing it again takes 0.2 s
     parts = read_token_parts(source, tokenizer) if source.is_tokenized else list_parts(target, num_units, report)
     splits = {}
     for split in SPLITS:
@@ -402,24 +428,28 @@ def read_token_parts(source: TextSource, tokenizer: "PreTrainedTokenizerFast") -
 
     Raises `UserError` if the tokenizer does not have an id, or if a training file is a copy of a validation file.
     """
-    encoding, parts = Encoding.of(tokenizer), []
+    encoding = Encoding.of(tokenizer)
+    parts = []
     paths = [*source.files.paths, *source.held_out_files.paths]
     with ThreadPoolExecutor() as threads:  # for files whose hash was cached; hashing has counted the others
         list(threads.map(source.count_ids, [path for path in paths if path not in source.token_files]))
     held_out = {source.token_files[path]["digest"]: path for path in source.held_out_files.paths}
     for path in paths:
-        name, file, is_train = os.path.abspath(path), source.token_files[path], path in source.files.paths
-        start, counts = file["start"], file["counts"]
+        file = source.token_files[path]
+        start = file["start"]
+        counts = file["counts"]
+        is_train = path in source.files.paths
         if counts[:, -1].any():
             problem = f"contains token ids beyond the tokenizer's {encoding.vocab_size:,} tokens"
             raise UserError(f"{path} {problem}; pass the tokenizer that made it, or little-endian ids")
         if is_train and file["digest"] in held_out:
             raise UserError(f"{path} is a copy of {held_out[file['digest']]}, the validation file")
         described = {key: value for key, value in file.items() if key not in ("start", "counts")}
-        for split, own in zip(SPLITS if is_train else ("validation",) * 2, counts[:, :-1], strict=True):
+        splits = SPLITS if is_train else ("validation", "validation")
+        for split, own in zip(splits, counts[:, :-1], strict=True):
             held = encoding.describe(own)
             content = sha256_of([f"{file['digest']} {start} {held['tokens']}"])
-            place = {"split": split, "name": name, "start": start, "file": described}
+            place = {"split": split, "name": os.path.abspath(path), "start": start, "file": described}
             parts.append({**place, **held, "content_sha256": content})
             start += (held["tokens"] or 0) * np.dtype(file["type"]).itemsize
     first = source.token_files[paths[0]]
@@ -452,20 +482,22 @@ def print_report(source: TextSource, report: Report, num_bytes: int) -> None:
 
 def print_counts(source: TextSource, tokenizer: "PreTrainedTokenizerFast", splits: dict[str, dict]) -> None:
     """Say what is odd about the ids: unknown text, no ends of documents, much text for validation."""
-    unknown, tokens = (sum(splits[split][key] for split in SPLITS) for key in ("unknown", "tokens"))
-    index, spells = unknown_id(tokenizer), spells_bytes(tokenizer.backend_tokenizer)
+    unknown = sum(splits[split]["unknown"] for split in SPLITS)
+    tokens = sum(splits[split]["tokens"] for split in SPLITS)
+    index = unknown_id(tokenizer)
     if unknown and index is not None:
         token = tokenizer.backend_tokenizer.id_to_token(index)
-        warning = "warning: " * (unknown > WORTH_A_WARNING * tokens)
+        warning = "warning: " if unknown > WORTH_A_WARNING * tokens else ""
         say(f"{warning}{unknown / tokens:.1%} of the tokens are {token}, text that the tokenizer cannot spell")
-    if index is None and not spells:
+    if index is None and not spells_bytes(tokenizer.backend_tokenizer):
         say("warning: this tokenizer has no token for unknown text, so characters that it does not know are lost")
     if splits["validation"]["bytes"] is None:
         say("these token ids do not say how long their text was, so there will be no bits per byte")
     if not splits["train"]["documents"]:
         end = f"{tokenizer.eos_token} ({end_of_text(tokenizer)})"
         say(f"warning: the token ids contain no end of text, {end}; is this their tokenizer?")
-    held_out, share = source.validation_split_percentage, 100 * splits["validation"]["tokens"] / tokens
+    held_out = source.validation_split_percentage
+    share = 100 * splits["validation"]["tokens"] / tokens
     if not source.has_validation and share > LARGE_VALIDATION * held_out:
         problem = f"{share:.0f}% of the tokens are held out for validation, not {held_out:g}%"
         say(f"warning: {problem}, because a document is never cut; pass a --validation_file of your choice")

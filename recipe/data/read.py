@@ -29,12 +29,14 @@ from recipe.data.files import BLOCK, kind_of, open_decompressed, read_standard_l
 from recipe.data.source import TextSource
 from recipe.errors import UserError, one_line
 
-SHOWN_ERRORS, MOST_FINDINGS = 10, 50
+SHOWN_ERRORS = 10
+MOST_FINDINGS = 50
 TOKENIZER_CHARACTERS = 2_000_000_000  # the most that a tokenizer is trained on
 ROWS_PER_READ = 100
 MOST_COUNTED = 10_000  # documents; up to this number, exactly the percentage is held out
-LONGEST_SEARCH = 8_000_000  # bytes after the start of a unit in which a separator is searched
-FEW_BYTES, SMALL_SHARE = 10, 0.001  # that are not UTF-8, in a text that is UTF-8
+LONGEST_SEARCH = 8_000_000  # bytes after the start of a unit in which a separator is looked for
+FEW_BYTES = 10  # that are not UTF-8, in a text that is UTF-8
+SMALL_SHARE = 0.001  # of its bytes
 SKIPPED_SHARE = 0.01  # the most rows of a part that may be skipped
 DIALOGS = "write each as one text: 'Dialogs' in recipe/data/README.md"
 MASK = "attention_mask"  # a column beside token ids: 0 for padding
@@ -77,12 +79,16 @@ def _choose_threshold(source: TextSource, units: list[Unit]) -> int:
     on average, and a few documents are read to make sure that both splits get some.
     """
     parts = [part for unit in units for part in unit.parts if part.hold_out.by_hash]
-    by_percentage, hashes, count, characters = parts[0].hold_out.threshold, set(), 0, 0
+    by_percentage = parts[0].hold_out.threshold
+    hashes = set()
+    count = 0
+    characters = 0
     lowest, highest = 2**64, -1
     is_exact = len(units) == 1
     for part in parts:
         for _, text in read_unit(source, Unit([part], 0), Report()):
-            hashes.add(value := hash64(text))
+            value = hash64(text)
+            hashes.add(value)
             lowest, highest = min(lowest, value), max(highest, value)
             count += 1
             characters += len(text)
@@ -132,8 +138,10 @@ def read_train_texts(source: TextSource, units: list[Unit]) -> Iterator[str]:
 
 def read_sample(source: TextSource, units: list[Unit]) -> list[str | np.ndarray]:
     """Return the first documents, to check the encoder. Raises `UserError` if the first units hold no text."""
-    texts, report = [], Report()
-    for unit in units if len(units) < 4 else units[:: len(units) // 4]:
+    texts = []
+    report = Report()
+    chosen = units if len(units) < 4 else units[:: len(units) // 4]
+    for unit in chosen:
         characters = 0
         for document in read_unit(source, unit, report):
             texts.append(document.text)
@@ -154,21 +162,28 @@ class PartReader:
     """Reads the documents of a part of a unit."""
 
     def __init__(self, source: TextSource, part: FilePart | ShardPart, report: Report) -> None:
-        self.source, self.part, self.report = source, part, report
+        self.source = source
+        self.part = part
+        self.report = report
         self.where = part.path if isinstance(part, FilePart) else f"dataset {source.dataset_name}"
         self.kind = kind_of(part.path) if isinstance(part, FilePart) else ""
-        self.num_bytes = self.num_bad = 0  # read; not UTF-8, or NUL
-        self.problem, self.num_skipped = "", 0  # the first row that cannot be read, and how many cannot
-        self.number, self.first_number = 0, 0  # of the row or line, from 1; how many precede the part
+        self.num_bytes = 0  # read
+        self.num_bad = 0  # bytes that are not UTF-8, or NUL
+        self.problem = ""  # the first row that cannot be read
+        self.num_skipped = 0  # rows that cannot be read
+        self.number = 0  # of the row or line, from 1
+        self.first_number = 0  # rows or lines before the part
         self.position = 0  # byte after the line
 
     def documents(self) -> Iterator[Document]:
         errors = (Exception,) if self.source.dataset_name else READ_ERRORS  # the Hub's libraries raise various errors
         try:
-            for split, text in self._read_text() if self.kind in (".txt", ".md") else self._read_rows():
+            documents = self._read_text() if self.kind in (".txt", ".md") else self._read_rows()
+            for split, text in documents:
                 if isinstance(text, str):
                     self.num_bytes += len(text) if text.isascii() else len(text.encode())
-                    if count := text.count("\r\n"):
+                    count = text.count("\r\n")
+                    if count > 0:
                         self.report[WINDOWS_ENDS] += count
                 yield Document(split or self.part.hold_out.split_of(text), text)
         except (GeneratorExit, UserError):  # at interpreter exit, the names below may no longer exist
@@ -235,11 +250,15 @@ class PartReader:
 
     def _read_separated(self, stream: Any, separator: str) -> Iterator[tuple[None, str]]:
         """Yield the documents between separators that begin in a part of a text."""
-        part, pattern, start, num_bytes = self.part, separator_pattern(separator), 0, sys.maxsize
+        part = self.part
         assert isinstance(part, FilePart)
+        pattern = separator_pattern(separator)
+        start = 0
+        num_bytes = sys.maxsize
         if part.stop is not None:
             size = os.path.getsize(part.path)
-            start, stop = (find_start(stream, at, size, pattern, LONGEST_SEARCH) for at in (part.start, part.stop))
+            start = find_start(stream, part.start, size, pattern, LONGEST_SEARCH)
+            stop = find_start(stream, part.stop, size, pattern, LONGEST_SEARCH)
             num_bytes = stop - start
             stream.seek(start)
         before = b"\r" if separator.startswith("\n") else b""
@@ -252,7 +271,7 @@ class PartReader:
     def _split(self, stream: Any, num_bytes: int, pattern: re.Pattern) -> Iterator[bytes]:
         """Yield the pieces of the next bytes between the matches of a pattern."""
         rest = b""
-        # Each block lets a long piece be searched again, so blocks grow with it.
+        # A long piece is searched again with each block, so blocks grow with it.
         while block := stream.read(min(num_bytes, max(BLOCK, len(rest)))):
             num_bytes -= len(block)
             *pieces, rest = pattern.split(rest + block)
@@ -264,15 +283,18 @@ class PartReader:
         part = self.part
         assert isinstance(part, FilePart)
         end = size if part.stop is None else part.stop
-        start, stop = (find_line(file, position, size) for position in (part.start, end))
+        start = find_line(file, part.start, size)
+        stop = find_line(file, end, size)
         limit = round(size * (1 - part.hold_out.tail))
         limit = find_line(file, limit, size, reach=min(BLOCK, (size - limit) // 2))
         file.seek(start)
-        text = self.decode(data := file.read(stop - start), is_first=start == 0)
+        data = file.read(stop - start)
+        text = self.decode(data, is_first=start == 0)
         if text.isspace() and stop - start == size:  # a part of a text may be blank
             return
         tail = data[max(0, limit - start) :].decode(errors="replace").replace("\0", "\ufffd")
-        if head := text[: len(text) - len(tail)]:
+        head = text[: len(text) - len(tail)]
+        if head:
             yield None, head
         if tail:
             yield "validation", text[len(head) :]
@@ -281,7 +303,7 @@ class PartReader:
 
     def _read_rows(self) -> Iterator[tuple[None, str | np.ndarray]]:
         """Yield the text of each row, or its token ids, and count the rows without any."""
-        report, column = self.report, self.source.text_column_name
+        column = self.source.text_column_name
         for row in self._rows():
             if not isinstance(row, dict):
                 self.skip(f"{self.place()}, is a {type(row).__name__}, not an object with a text column")
@@ -295,27 +317,33 @@ class PartReader:
             if isinstance(text, bytes):
                 text = self.decode(text)
             if text is None or text == [] or (isinstance(text, str) and (not text or text.isspace())):
-                report[BLANK] += 1
-            elif isinstance(text, str):
+                self.report[BLANK] += 1
+                continue
+            if isinstance(text, str):
                 yield None, text
-            elif (ids := token_ids(text)) is None:
-                what, remedy = type(text).__name__, ", neither text nor token ids"
+                continue
+            ids = token_ids(text)
+            if ids is None:
+                what = f"{type(text).__name__}, neither text nor token ids"
                 if isinstance(text, list) and isinstance(text[0], str):
-                    what, remedy = "lists of strings", "; join each into one text"
+                    what = "lists of strings; join each into one text"
                 elif isinstance(text, list) and isinstance(text[0], dict):
-                    what, remedy = "dialogs", f"; {DIALOGS}"
-                self.skip(f"{self.place()}: column '{column}' holds {what}{remedy}")
-            elif (mask := row.get(MASK)) is None:
+                    what = f"dialogs; {DIALOGS}"
+                self.skip(f"{self.place()}: column '{column}' holds {what}")
+                continue
+            if row.get(MASK) is None:
                 yield None, ids
-            elif (mask := token_ids(mask)) is None or len(mask) != len(ids):
+                continue
+            mask = token_ids(row[MASK])
+            if mask is None or len(mask) != len(ids):
                 self.skip(f"{self.place()}: {MASK} is not a list with one number for each id in column '{column}'")
             elif mask.any():
                 yield None, ids[mask != 0]
             else:
-                report[BLANK] += 1
+                self.report[BLANK] += 1
 
     def _repair(self, text: str) -> str:
-        """Replace NULs, and halves of surrogate pairs, which JSON can escape, and which are no characters."""
+        """Replace NULs, and halves of surrogate pairs, which JSON can escape, and which are not characters."""
         repaired = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").replace("\0", "\ufffd")
         self.report[REPLACED] += repaired.count("\ufffd") - text.count("\ufffd")
         return repaired
@@ -326,8 +354,10 @@ class PartReader:
         for name, value in row.items():
             shown = name[:60]  # in a CSV file without a header, it is text
             if isinstance(value, str) or (token_ids(value) is not None and name != MASK):
-                header = "; if that is text, insert a first line that names the columns" * (self.kind == ".csv")
-                found.append(f"but text in column {shown} (pass --text_column_name '{shown}'{header})")
+                remedy = f"pass --text_column_name '{shown}'"
+                if self.kind == ".csv":
+                    remedy += "; if that is text, insert a first line that names the columns"
+                found.append(f"but text in column {shown} ({remedy})")
             elif isinstance(value, dict):
                 texts = [key for key, text in value.items() if isinstance(text, str)]
                 found += [f"but text in column {shown}.{key} (write it into a column of its own)" for key in texts]
@@ -360,18 +390,19 @@ class PartReader:
             yield row
 
     def _read_parquet(self, part: FilePart) -> Iterator[dict]:
-        with open(part.path, "rb") as opened:  # pyarrow takes no names that are not UTF-8
+        with open(part.path, "rb") as opened:  # pyarrow itself opens only names in UTF-8
             file = pq.ParquetFile(opened, pre_buffer=False)
             schema = file.schema_arrow
             sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
             groups = range(file.num_row_groups) if part.stop is None else range(part.start, part.stop)
             self.first_number = sum(sizes[: groups.start])
-            if (column := self.source.text_column_name) not in schema.names:
+            column = self.source.text_column_name
+            if column not in schema.names:
                 for batch in itertools.islice(file.iter_batches(1, groups), 1):
                     self._note_columns(batch.to_pylist()[0], sum(sizes[number] for number in groups))
                 return
             self._check_repeated(schema.names)
-            names = [column] + [MASK] * (MASK in schema.names)
+            names = [name for name in (column, MASK) if name in schema.names]
             for batch in file.iter_batches(ROWS_PER_READ, groups, names, use_threads=False):
                 try:
                     yield from batch.to_pylist()
@@ -386,7 +417,8 @@ class PartReader:
     def _read_csv(self, stream: Any) -> Iterator[dict]:
         """Yield the rows. An open quote is an error, because the start of the next row is unknown."""
         lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        reader, names = csv.reader(lines, strict=True), None
+        reader = csv.reader(lines, strict=True)
+        names = None
         while True:
             self.number = reader.line_num + 1
             try:
@@ -403,7 +435,7 @@ class PartReader:
                     raise UserError(self._not_utf8())
                 continue
             if fields and len(fields) != len(names):
-                remedy = "; put text that contains commas in quotes" * (len(fields) > len(names))
+                remedy = "; put text that contains commas in quotes" if len(fields) > len(names) else ""
                 self.skip(f"{self.place()}: {len(fields)} fields, but {len(names)} in the header{remedy}")
             elif fields:
                 yield dict(zip(names, fields, strict=True))
@@ -414,8 +446,10 @@ class PartReader:
 
         stop = math.inf
         if part.stop is not None:
-            size, pattern = os.path.getsize(part.path), separator_pattern(None)
-            self.position, stop = (find_start(stream, at, size, pattern) for at in (part.start, part.stop))
+            size = os.path.getsize(part.path)
+            pattern = separator_pattern(None)
+            self.position = find_start(stream, part.start, size, pattern)
+            stop = find_start(stream, part.stop, size, pattern)
             self.first_number = part.start
             stream.seek(self.position)
         for line in stream:
@@ -442,8 +476,9 @@ class PartReader:
             yield from ({column: text} for text in read_standard_library())
             return
         rows = self.source.dataset[part.split].rows.shard(part.count, part.number)
-        if column in (names := rows.column_names or ()):
-            rows = rows.select_columns([column] + [MASK] * (MASK in names))
+        names = rows.column_names or ()
+        if column in names:
+            rows = rows.select_columns([name for name in (column, MASK) if name in names])
         for batch in rows.iter(ROWS_PER_READ):
             yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
 
@@ -487,7 +522,8 @@ def find_start(file: IO[bytes], position: int, size: int, pattern: re.Pattern, r
         for match in pattern.finditer(buffer):
             if base + match.end() >= position:
                 return base + match.end()
-        if not (block := file.read(BLOCK)):
+        block = file.read(BLOCK)
+        if not block:
             return size
         base += max(0, len(buffer) - longest)
         buffer = buffer[-longest:] + block
@@ -502,7 +538,8 @@ def find_line(file: IO[bytes], position: int, size: int, reach: int = BLOCK) -> 
     file.seek(begin)
     window = file.read(position - begin)
     for mark in (b"\n", b" "):
-        if (index := window.rfind(mark)) >= 0:
+        index = window.rfind(mark)
+        if index >= 0:
             return begin + index + 1
     return position + next(i for i, byte in enumerate(file.read(4) + b" ") if byte & 0xC0 != 0x80)
 

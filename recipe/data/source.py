@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerFast
 
-NUM_UNITS, SMALLEST_UNIT = 256, 8_000_000  # see recipe/data/cut.py
+NUM_UNITS = 256  # of a large source
+SMALLEST_UNIT = 8_000_000  # bytes of text; a source with less text has fewer units
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class TextSource:
     text_column_name: the column that holds the text of a row.
     document_separator: cuts text files into documents, for example a blank line; without it, a file is a document.
     parse_special_tokens: whether special tokens of the tokenizer in a text become their ids.
-    vocab_size: of the tokenizer that made token files; see `find_tokens`.
+    vocab_size: of the tokenizer that made token files; their ids have 32 bits if it is above 65,536.
     """
 
     train_files: tuple[str, ...] = ()
@@ -65,7 +66,8 @@ class TextSource:
         ):
             if not is_valid:
                 raise UserError(message)
-        if separator := self.document_separator:  # a shell passes \n as two characters
+        separator = self.document_separator
+        if separator:  # a shell passes \n as two characters
             for escaped, character in (("\\n", "\n"), ("\\t", "\t"), ("\\r", "\r")):
                 separator = separator.replace(escaped, character)
             object.__setattr__(self, "document_separator", separator)
@@ -168,7 +170,7 @@ class TextSource:
 
     @functools.cached_property
     def token_files(self) -> dict[str, dict[str, Any]]:
-        """What `count_ids` has read so far, by path: see `read_token_file`."""
+        """The token files that `count_ids` has read so far, by path: their type, size, hash and counts."""
         return {}
 
     def count_ids(self, path: str) -> str:
@@ -221,7 +223,9 @@ class TextSource:
         """The files of the splits that are read. None if the Hub does not say what they hold."""
         if self.is_on_hub and self.hub_files is None:
             return None
-        read = {self.dataset_split, "validation" if self.has_validation else self.dataset_split}
+        read = {self.dataset_split}
+        if self.has_validation:
+            read.add("validation")
         return [path for split in sorted(read & set(self.dataset)) for path in self.dataset[split].files]
 
 
@@ -237,14 +241,16 @@ def open_hub_splits(name: str, config_name: str | None, commit: str | None) -> d
     """
     import datasets  # imported here because it takes a second, which files do not need
 
-    folder, opened = Path(name), {}
+    folder = Path(name)
+    opened = {}
     check_local_path(name)
     if is_packed(folder):
         raise UserError(f"{name} is a packed dataset; pass it as --dataset_dir")
     try:
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
             loaded = datasets.load_from_disk(folder)
-            for split, rows in (loaded if isinstance(loaded, dict) else {"train": loaded}).items():
+            splits = loaded if isinstance(loaded, dict) else {"train": loaded}
+            for split, rows in splits.items():
                 num_shards = max(1, min(len(rows), NUM_UNITS, (rows.data.nbytes or 0) // SMALLEST_UNIT))
                 shards = rows.with_format(None).to_iterable_dataset(num_shards=num_shards)
                 opened[split] = OpenedSplit(shards, [file["filename"] for file in rows.cache_files])

@@ -47,17 +47,22 @@ class TextStream:
         self, job: Job, units: list[Unit], encoder: str, dataset: PackedDataset, seed: int, rank: int, gather: Gather
     ) -> None:
         """job: its folder is replaced. dataset: the prepared part. gather: called by all processes together."""
-        self.units, self.encoder, self.seed = units, encoder, seed
-        self.block_size, self.vocab_size = dataset.block_size, dataset.vocab_size
+        self.units = units
+        self.encoder = encoder
+        self.seed = seed
+        self.block_size = dataset.block_size
+        self.vocab_size = dataset.vocab_size
         try:
-            own, host = Path(tempfile.mkdtemp(prefix="gpt2-recipe-stream-")), socket.gethostname()
+            own = Path(tempfile.mkdtemp(prefix="gpt2-recipe-stream-"))
+            host = socket.gethostname()
         except OSError as error:
             raise UserError(f"cannot create a temporary folder: {error.strerror}; set TMPDIR") from error
         folders = gather((host, str(own)))
         # Processes are on one machine if they share a host name and a file system.
         first = next(i for i, (name, path) in enumerate(folders) if name == host and Path(path).is_dir())
         gather(None)  # until all have looked
-        self.folder, self.workers = Path(folders[first][1]), None
+        self.folder = Path(folders[first][1])
+        self.workers = None
         if first == rank:
             self.workers = UnitWorkers(dataclasses.replace(job, folder=str(own)), min(UNITS_AHEAD, count_cpus()))
         else:
@@ -85,8 +90,9 @@ class TextStream:
                     "the process that tokenizes the text on this machine has ended; its output says why"
                 )
             time.sleep(POLL_SECONDS)
-        found, path = json.loads(summary.read_text()), str(self.folder / f"train-{number:05d}.bin")
+        found = json.loads(summary.read_text())
         count = found["splits"]["train"]["tokens"]
+        path = str(self.folder / f"train-{number:05d}.bin")
         stretches = [Stretch(path, found["type"], 0, count)] if count else []
         self.opened[number] = PackedSplit(str(self.folder), stretches, self.block_size, self.vocab_size)
         return self.opened[number]
@@ -134,10 +140,14 @@ def read_stream(
             after = locate(end)
             if step > last_step:  # other processes may still be at the step before
                 stream.forget(previous_window)
-                previous_window, current_window, last_step = current_window, first + after, step
-            windows, parts = np.searchsorted(starts, examples, side="right") - 1, []
+                previous_window = current_window
+                current_window = first + after
+                last_step = step
+            windows = np.searchsorted(starts, examples, side="right") - 1
+            parts = []
             for number in np.unique(windows).tolist():
-                window, index = stream.window(first + number), examples[windows == number] - starts[number]
+                window = stream.window(first + number)
+                index = examples[windows == number] - starts[number]
                 rows = example_rows((first + number) * len(window) + index, len(window), stream.seed)
                 epochs = np.full_like(rows, (first + number) // len(stream.units))
                 parts.append(window[rows + len(window) * row_shift(epochs, order.shift_below)])

@@ -1,7 +1,7 @@
 """Tokenizers: load, train, identify, save.
 
 A tokenizer is its tokenizer.json. `PreTrainedTokenizerFast` loads it as it is; other classes of Transformers 5, such
-as GPT2Tokenizer, rebuild parts of it. The processes that tokenize get the JSON, and import nothing of transformers.
+as GPT2Tokenizer, rebuild parts of it. The processes that tokenize get the JSON, and import nothing from transformers.
 """
 
 import hashlib
@@ -111,7 +111,8 @@ def for_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
     if config.get("tokenizer_class") == "TokenizersBackend":
         names = config.get("model_input_names", ["input_ids", "attention_mask"])  # 4 adds token_type_ids
         changes = {"tokenizer_class": OWN_CLASS, "model_input_names": names}
-    if isinstance(tokens := config.get("extra_special_tokens"), list):
+    tokens = config.get("extra_special_tokens")
+    if isinstance(tokens, list):
         changes |= {"additional_special_tokens": tokens, "extra_special_tokens": {}}
     return changes
 
@@ -132,7 +133,8 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "PreTrainedTok
 
     backend = Tokenizer(models.BPE(continuing_subword_prefix="", end_of_word_suffix=""))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder, backend.post_processor = decoders.ByteLevel(), processors.ByteLevel(trim_offsets=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)
     options = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END_OF_TEXT], **options)
     size = 100_000  # characters per slice of a text, because one thread counts each slice
@@ -182,13 +184,16 @@ def end_of_text(tokenizer: "PreTrainedTokenizerFast") -> int:
 
 def list_ids(ids: int | list[int] | None) -> list[int]:
     """Return the ids that a model's config has for a role: none, one or several."""
-    return ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if ids is None:
+        return []
+    return ids if isinstance(ids, list) else [ids]
 
 
 def special_tokens(tokenizer: "PreTrainedTokenizerFast") -> dict[int, str]:
     """Return the tokens that stand for no text, by id. The one for unknown text does."""
-    added, unknown = tokenizer.backend_tokenizer.get_added_tokens_decoder().items(), unknown_id(tokenizer)
-    special = {index: token.content for index, token in added if token.special and index != unknown}
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    unknown = unknown_id(tokenizer)
+    special = {index: token.content for index, token in added.items() if token.special and index != unknown}
     return special | {end_of_text(tokenizer): str(tokenizer.eos_token)}
 
 
@@ -224,7 +229,7 @@ def spells_bytes(backend: Tokenizer) -> bool:
 def count_token_bytes(tokenizer: "PreTrainedTokenizerFast") -> np.ndarray | None:
     """Count the bytes of text of each id, int64 [vocabulary]; special tokens have none.
 
-    None unless the tokenizer spells all bytes and changes none: else, ids do not say how long their text was.
+    None unless the tokenizer spells all bytes and changes none; otherwise, ids do not say how long their text was.
     """
     backend = tokenizer.backend_tokenizer
     parts = pre_tokenizers_of(backend)
@@ -247,7 +252,8 @@ def count_token_bytes(tokenizer: "PreTrainedTokenizerFast") -> np.ndarray | None
 def added_ids(tokenizer: "PreTrainedTokenizerFast") -> tuple[list[int], list[int]]:
     """Return the ids that the tokenizer's template puts before and after each text."""
     backend = tokenizer.backend_tokenizer
-    text, whole = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
+    text = backend.encode("a", add_special_tokens=False).ids
+    whole = backend.encode("a", add_special_tokens=True).ids
     start = next(i for i in range(len(whole)) if whole[i : i + len(text)] == text)
     return whole[:start], whole[start + len(text) :]
 

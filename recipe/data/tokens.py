@@ -13,23 +13,27 @@ import numpy as np
 from recipe.data.files import digest_files
 from recipe.errors import UserError
 
-HEADER, MAGIC, VERSION = 256, 20240520, 1  # number of int32 values, and the first two
+HEADER = 256  # number of int32 values; the first two:
+MAGIC = 20240520
+VERSION = 1
 CHUNK = 2**22  # ids read at a time
 
 
 def find_tokens(path: str, vocab_size: int) -> tuple[int, int, str]:
     """Return the byte at which the ids of a file begin, their number, and their type.
 
-    Raises `UserError` if the file holds something else than the ids of such a vocabulary.
+    Raises `UserError` if the file holds something other than the ids of such a vocabulary.
     """
-    size, id_type = os.path.getsize(path), id_type_of(vocab_size)
+    size = os.path.getsize(path)
+    id_type = id_type_of(vocab_size)
     header = np.fromfile(path, "<i4", HEADER)
     if len(header) == HEADER and not header[3:].any():
         magic, version, count = header[:3].tolist()
         if (magic, version) != (MAGIC, VERSION):
             expected = f"expected {MAGIC} and {VERSION}, as GPT-2's shards of llm.c and modded-nanogpt have"
             raise UserError(f"{path} begins with magic number {magic} and version {version}; {expected}")
-        if size != (stop := header.nbytes + 2 * count):
+        stop = header.nbytes + 2 * count
+        if size != stop:
             expected = f"{count:,} token ids in {stop:,} bytes"
             raise UserError(f"{path} should hold {expected}, but has {size:,}; get it again")
         return header.nbytes, count, "uint16"
@@ -52,15 +56,17 @@ def id_type_of(vocab_size: int) -> str:
 def read_token_file(path: str, vocab_size: int, held_out_share: float) -> dict[str, Any]:
     """Hash and count the ids of a file in one pass. Its last ids are the validation part.
 
-    Returns how the metadata of a dataset describe a file that it uses in place, the byte at which the ids start, and
+    Returns how the metadata of a dataset describes a file that it uses in place, the byte at which the ids start, and
     the `counts` of both parts: how often each id occurs, int64 [vocabulary + 1], the last for all ids beyond. Raises
-    `UserError` as `find_tokens`, and if the file cannot be read.
+    `UserError` as `find_tokens` does, and if the file cannot be read.
     """
     import xxhash  # not at the top, because training on a packed dataset does not need it
 
     try:
-        status, (start, count, id_type) = os.stat(path), find_tokens(path, vocab_size)
-        left, digest = count - round(count * held_out_share), xxhash.xxh3_128()
+        status = os.stat(path)
+        start, count, id_type = find_tokens(path, vocab_size)
+        left = count - round(count * held_out_share)
+        digest = xxhash.xxh3_128()
         counts = np.zeros((2, vocab_size + 1), np.int64)
         with open(path, "rb") as file:
             digest.update(file.read(start))
@@ -73,9 +79,14 @@ def read_token_file(path: str, vocab_size: int, held_out_share: float) -> dict[s
                 left -= len(ids)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-    digest = f"{status.st_size} {digest.hexdigest()}"  # as of `digest_file`
-    described = {"type": id_type, "bytes": status.st_size, "modified_ns": status.st_mtime_ns, "digest": digest}
-    return {**described, "start": start, "counts": counts}
+    return {
+        "type": id_type,
+        "bytes": status.st_size,
+        "modified_ns": status.st_mtime_ns,
+        "digest": f"{status.st_size} {digest.hexdigest()}",  # size and hash, as of a text file
+        "start": start,
+        "counts": counts,
+    }
 
 
 def check_in_place(path: str, described: dict[str, Any]) -> None:

@@ -35,7 +35,8 @@ def load_model(
     if revision is not None and Path(model_name_or_path).is_dir():
         raise UserError(f"--revision selects a branch of a Hub model, but {model_name_or_path} is a folder")
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    options |= {} if revision is None else {"revision": revision}
+    if revision is not None:
+        options["revision"] = revision
     config = load_pretrained(AutoConfig, model_name_or_path, **options)
     tokenizer = load_tokenizer(str(model_name_or_path), revision)
     check_vocabulary(count_ids(tokenizer), config.vocab_size, model_name_or_path)
@@ -80,7 +81,8 @@ def generate_texts(
     fills the context, another call continues from its second half. stream: called with each new piece of a single
     sample. options: replace those of the model's generation_config, such as `temperature`.
     """
-    context, device = model.config.max_position_embeddings, model.device
+    context = model.config.max_position_embeddings
+    device = model.device
     generate: Any = model.generate
     settings: Any = copy.deepcopy(model.generation_config)
     if settings.do_sample is None:  # the model does not say how
@@ -92,11 +94,13 @@ def generate_texts(
     prompt_ids = encode_prompt(tokenizer, prompt)
     before = [] if prompt == "" else prompt_ids
     streamer = None if stream is None else Streamer(tokenizer, ends, stream)
-    rows, ended = [list(prompt_ids) for _ in range(num_samples)], [False] * num_samples
+    rows = [list(prompt_ids) for _ in range(num_samples)]
+    ended = [False] * num_samples
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         torch.manual_seed(seed)
-        while (unfinished := [i for i in range(num_samples) if not ended[i]]) and max_new_tokens > 0:
+        while max_new_tokens > 0 and not all(ended):
+            unfinished = [i for i in range(num_samples) if not ended[i]]
             length = len(rows[unfinished[0]])  # of all of them
             window = length if length < context else max(1, context // 2)
             ids = torch.tensor([rows[i][-window:] for i in unfinished], device=device)
@@ -113,7 +117,7 @@ def generate_texts(
                 synced_gpus=False,  # one process of a sharded run samples, and the others wait
             )
             for i, new in zip(unfinished, found[:, window:].tolist(), strict=True):
-                kept = [*itertools.takewhile(lambda token: token not in ends, new)]
+                kept = list(itertools.takewhile(lambda token: token not in ends, new))
                 rows[i] += kept
                 ended[i] = len(kept) < len(new)
             max_new_tokens -= count
@@ -122,7 +126,8 @@ def generate_texts(
 
 def decode_after(tokenizer: PreTrainedTokenizerFast, before: list[int], ids: list[int]) -> str:
     """Decode ids with those before them, because some tokenizers drop the first space of what they decode."""
-    head, whole = (str(tokenizer.decode(part, clean_up_tokenization_spaces=False)) for part in (before, before + ids))
+    head = str(tokenizer.decode(before, clean_up_tokenization_spaces=False))
+    whole = str(tokenizer.decode(before + ids, clean_up_tokenization_spaces=False))
     return whole[len(head) :] if whole.startswith(head) else str(tokenizer.decode(ids))
 
 
@@ -131,7 +136,8 @@ class Streamer(TextStreamer):
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, ends: list[int], write: Callable[[str], None]) -> None:
         super().__init__(tokenizer, clean_up_tokenization_spaces=False)
-        self.ends, self.write = ends, write
+        self.ends = ends
+        self.write = write
 
     def put(self, value: torch.Tensor) -> None:
         if self.next_tokens_are_prompt:  # decoded, but not shown: see `decode_after`
@@ -153,7 +159,8 @@ def sample_text(
     With a chat template, the prompt is a user's turn. model: unwrapped, with a padded vocabulary. vocab_size: its real
     size; tokens of the padding are never chosen.
     """
-    was_training, is_chat = model.training, bool(tokenizer.chat_template)
+    was_training = model.training
+    is_chat = bool(tokenizer.chat_template)
     turns = [{"role": "user", "content": prompt}] if is_chat else prompt
     hook = output_layer(model).register_forward_hook(lambda module, inputs, logits: logits[..., :vocab_size])
     model.eval()

@@ -26,7 +26,8 @@ def describe_results(results: dict[str, Any]) -> str:
             lines.append(f"{name:24}{text['num_tokens']:>12,}{text['loss']:>9.4f}{perplexity:>13}{shown}")
         windows = sorted({(text["context"], text["stride"], text.get("context_is", "")) for text in texts})
         for context, stride, rule in windows:
-            lines.append(f"context {context:,} tokens{f' ({rule})' * bool(rule)}, stride {stride:,}")
+            reason = f" ({rule})" if rule else ""
+            lines.append(f"context {context:,} tokens{reason}, stride {stride:,}")
     if tasks := results["tasks"]:
         lines += ["", f"{'task':48}{'score':>10}{'stderr':>10}{'examples':>12}"]
         for task, values in tasks.items():
@@ -35,12 +36,14 @@ def describe_results(results: dict[str, Any]) -> str:
                 error = values.get(f"{metric}_stderr{comma}{answers}")
                 numbers = "".join(f"{format_score(value):>10}" for value in (score, error))
                 lines.append(f"{shorten(f'{task} {name}', 47):48}{numbers}{values['num_examples']:>12,}")
-        lines += [f"zero-shot unless the task says otherwise, by lm-eval {values['lm_eval']}"]
+        lines.append(f"zero-shot unless the task says otherwise, by lm-eval {values['lm_eval']}")
     return "\n".join(lines)
 
 
 def format_score(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}" if value < 10_000 else f"{value:.2e}"
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if value < 10_000 else f"{value:.2e}"
 
 
 def shorten(name: str, width: int) -> str:
@@ -71,14 +74,16 @@ def draw_scores(evaluations: dict[int, dict[str, Any]], title: str, path: Path) 
     losses: dict[str, list[tuple[int, float]]] = {}
     for step, results in evaluations.items():
         for task, values in results["tasks"].items():
-            if name := next((name for name in ("acc_norm", "acc") if name in values), None):
+            name = next((name for name in ("acc_norm", "acc") if name in values), None)
+            if name is not None:
                 accuracies.setdefault(f"{task} {name}", []).append((step, values[name]))
         for text in results["texts"]:
             losses.setdefault(text["name"], []).append((step, text["loss"]))
     what = "accuracy" if accuracies else "loss in nats per token"
     with open_chart(path, shorten(title, 40), f"{what}, over steps", 4.2) as axes:
+        colors = [COLORS["blue"], COLORS["orange"], COLORS["muted"]]
         for number, (name, points) in enumerate((accuracies or losses).items()):
-            style = {"color": COLORS[("blue", "orange", "muted")[number % 3]], "linestyle": LINE_STYLES[number % 4]}
+            style = {"color": colors[number % 3], "linestyle": LINE_STYLES[number % 4]}
             axes.plot(*zip(*points, strict=True), label=shorten(name, 30), marker="o", linewidth=2, **style)
         axes.grid(axis="y")
         axes.legend(loc="best", frameon=False, labelcolor="linecolor")

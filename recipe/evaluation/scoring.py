@@ -16,7 +16,8 @@ from recipe.hardware.processes import gather
 from recipe.model.loss import IGNORE_INDEX
 from recipe.progress import progress_target
 
-CPU_TOKENS, GPU_TOKENS = 2048, 8192  # per forward pass: enough to keep all cores, or a GPU, busy
+CPU_TOKENS = 2048  # per forward pass: enough to keep all cores busy
+GPU_TOKENS = 8192  # enough to keep a GPU busy
 SILENT_SECONDS = 2.0  # a shorter evaluation shows no progress bar
 
 T = TypeVar("T")
@@ -32,7 +33,8 @@ class Window(NamedTuple):
 def batch_windows(lengths: Sequence[int], tokens_per_batch: int) -> list[list[int]]:
     """Group windows into batches of similar length, longest first. Returns the indices of the windows of each."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    batches, start = [], 0
+    batches = []
+    start = 0
     while start < len(order):
         count = max(1, tokens_per_batch // max(1, lengths[order[start]]))
         batches.append(order[start : start + count])
@@ -42,7 +44,8 @@ def batch_windows(lengths: Sequence[int], tokens_per_batch: int) -> list[list[in
 
 def pad_windows(windows: Sequence[Window], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return input_ids and targets, int64 [windows, longest - 1]. Causal attention never sees padding on the right."""
-    inputs, targets = [], []
+    inputs = []
+    targets = []
     for ids, num_targets in windows:
         row = torch.from_numpy(ids)
         inputs.append(row[:-1])
@@ -69,7 +72,8 @@ class Totals(NamedTuple):
 
     def scores(self, num_bytes: float | None) -> dict[str, float | None]:
         """Return loss (nats per token), perplexity, and bits_per_byte of text, None if its bytes are not known."""
-        loss, bits = self.nats / self.num_tokens, self.text_nats / math.log(2)
+        loss = self.nats / self.num_tokens
+        bits = self.text_nats / math.log(2)
         bits_per_byte = None if num_bytes is None else bits / max(1, num_bytes)
         return {"loss": loss, "perplexity": exp_or_inf(loss), "bits_per_byte": bits_per_byte}
 
@@ -89,9 +93,9 @@ def sum_losses(
 ) -> Totals | None:
     """Sum over the batches of all processes; None if must_stop, asked before each batch, is true.
 
-    module: a `LanguageModelingLoss` in evaluation mode, or a function that returns its `losses`. is_text: from
-    `text_ids`, on the device. batches: (input_ids, targets) on the device, as the module takes them. name: of
-    the progress bar. The host waits for the device only at the end.
+    module: a `LanguageModelingLoss` in evaluation mode, or a function that returns its `losses`. is_text: which ids
+    stand for text, bool [vocabulary], on the device. batches: (input_ids, targets) on the device, as the module takes
+    them. name: of the progress bar. The host waits for the device only at the end.
     """
     device = is_text.device
     nats = torch.zeros(num_batches, 2, device=device)  # added up on the host, because not every device has float64
@@ -102,10 +106,12 @@ def sum_losses(
         losses = module(input_ids, targets)["losses"]
         is_target = targets != IGNORE_INDEX
         is_counted = is_text[targets.where(is_target, 0)] & is_target
-        nats[i, 0], nats[i, 1] = losses.sum(), (losses * is_counted).sum()
+        nats[i, 0] = losses.sum()
+        nats[i, 1] = (losses * is_counted).sum()
         counts += torch.stack([is_target.sum(), is_counted.sum()])
-    sums, (num_tokens, num_text_tokens) = nats.cpu().double().sum(dim=0).tolist(), counts.tolist()
-    parts = gather(Totals(sums[0], num_tokens, sums[1], num_text_tokens))
+    all_nats, text_nats = nats.cpu().double().sum(dim=0).tolist()
+    num_tokens, num_text_tokens = counts.tolist()
+    parts = gather(Totals(all_nats, num_tokens, text_nats, num_text_tokens))
     return Totals(*map(sum, zip(*parts, strict=True)))
 
 

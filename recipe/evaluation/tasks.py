@@ -18,13 +18,15 @@ def check_tasks(tasks: list[str]) -> None:
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError('--tasks needs lm-eval; run pip install -e ".[eval]"')
     files = [task for task in tasks if task.endswith((".yaml", ".yml"))]
-    if gone := [file for file in files if not Path(file).is_file()]:
-        raise UserError(f"there is no file {gone[0]}")
-    if names := {*tasks} - {*files}:
+    for file in files:
+        if not Path(file).is_file():
+            raise UserError(f"there is no file {file}")
+    names = set(tasks) - set(files)
+    if names:
         from lm_eval.tasks import TaskManager  # takes seconds
 
         known = TaskManager().all_tasks
-        for name in names - {*known}:
+        for name in names - set(known):
             otherwise = "`lm-eval ls tasks` lists all; for examples of your own, pass a task.yaml in its format"
             raise UserError(f"lm-eval has no task '{name}'; {did_you_mean(name, known, otherwise=otherwise)}")
 
@@ -61,11 +63,15 @@ def score_tasks(model: str, tasks: list[str], limit: int | None, **options: Any)
 
 def _select(found: Any, name: str) -> dict[str, Any]:
     """Return what is kept of a task. lm-eval's keys are like `acc,none`: a metric and the filter of the answers."""
-    values, config, counts = found["results"][name], found["configs"][name], found["n-samples"][name]
+    values = found["results"][name]
+    config = found["configs"][name]
+    counts = found["n-samples"][name]
     numbers = {key: value for key, value in values.items() if "," in key and isinstance(value, (int, float))}
     scores: dict[str, Any] = {key.removesuffix(",none"): value for key, value in numbers.items()}
-    scores |= {"num_examples": counts["effective"], "version": found["versions"][name]}
-    scores |= {"lm_eval": importlib.metadata.version("lm_eval")}
+    scores["num_examples"] = counts["effective"]
+    scores["version"] = found["versions"][name]
+    scores["lm_eval"] = importlib.metadata.version("lm_eval")
     if "data_files" not in (config.get("dataset_kwargs") or {}):
-        scores |= {"dataset": config["dataset_path"], "total_examples": counts["original"]}
+        scores["dataset"] = config["dataset_path"]
+        scores["total_examples"] = counts["original"]
     return scores

@@ -56,7 +56,8 @@ def read_text(
 
     max_characters: only the beginning.
     """
-    texts, num_characters = [], 0
+    texts = []
+    num_characters = 0
     for text in read_texts([path], text_column_name, document_separator):
         texts.append(text if max_characters is None else text[: max_characters - num_characters])
         num_characters += len(texts[-1])
@@ -64,15 +65,19 @@ def read_text(
             break
     if not texts:
         raise UserError(f"there is no text in {path}")
-    documents, before, num_bytes = [], document_start(tokenizer)[-1], sum(len(text.encode()) for text in texts)
+    documents = []
+    before = document_start(tokenizer)[-1]
+    num_bytes = sum(len(text.encode()) for text in texts)
     # Special tokens in a text are characters, unless the model was trained with --parse_special_tokens.
     options = {"split_special_tokens": tokenizer.init_kwargs.get("split_special_tokens", True)}
     special = {} if options["split_special_tokens"] else special_tokens(tokenizer)  # parsed ones are no text
     for start in range(0, len(texts), ENCODED_DOCUMENTS):
         batch = texts[start : start + ENCODED_DOCUMENTS]
         encoded = tokenizer(batch, add_special_tokens=False, verbose=False, **options)["input_ids"]
-        found = [special[index] for ids in encoded for index in ids if index in special] if special else []
-        num_characters, num_bytes = num_characters - len("".join(found)), num_bytes - len("".join(found).encode())
+        if special:
+            found = "".join(special[index] for ids in encoded for index in ids if index in special)
+            num_characters -= len(found)
+            num_bytes -= len(found.encode())
         documents += [np.array(ids if ids[:1] == [before] else [before, *ids]) for ids in encoded]
     return Text(Path(path).name, documents, num_characters, num_bytes)
 
@@ -81,7 +86,7 @@ def choose_context(model: Path | str, num_positions: int, typed: int | None) -> 
     """Return the context for texts and the length of a dataset's rows, in tokens, and where the length comes from.
 
     By default, rows are as long as in the model's own run, if its folder, or that of a checkpoint's run, holds that
-    run's config. Raises `UserError`.
+    run's config. Raises `UserError` if a typed context does not fit the model.
     """
     if typed is not None:
         if not 1 <= typed <= num_positions:
@@ -97,11 +102,13 @@ def choose_context(model: Path | str, num_positions: int, typed: int | None) -> 
 
 def cut_windows(ids: np.ndarray, context: int, stride: int) -> Iterator[Window]:
     """Yield windows of at most context + 1 tokens; every token but the first is the target of exactly one."""
-    position, count = 1, context  # the next target
+    position = 1  # of the next target
+    count = context
     while position < len(ids):
         end = min(position + count, len(ids))
         yield Window(ids[max(0, end - 1 - context) : end], end - position)
-        position, count = end, stride
+        position = end
+        count = stride
 
 
 def evaluate_text(
@@ -116,7 +123,8 @@ def evaluate_text(
 
     The processes divide the windows.
     """
-    started_at, state = time.perf_counter(), PartialState()
+    started_at = time.perf_counter()
+    state = PartialState()
     windows = [window for document in text.documents for window in cut_windows(document, context, stride)]
     batches = batch_windows([len(window.ids) for window in windows], tokens_per_batch)
     mine = batches[state.process_index :: state.num_processes]
@@ -151,7 +159,9 @@ def evaluate_dataset(
     if dataset.metadata["tokenizer_sha256"] != tokenizer_sha256(tokenizer):
         remedy = "evaluate the text itself with --text_file, or prepare the dataset for this model"
         raise UserError(f"{dataset.directory} was tokenized with another tokenizer than the model's; {remedy}")
-    started_at, rows, size = time.perf_counter(), dataset.validation, bytes_per_token(dataset)
+    started_at = time.perf_counter()
+    rows = dataset.validation
+    size = bytes_per_token(dataset)
     num_rows = min(len(rows), max_rows or len(rows))
     totals = evaluate_rows(*_scorer(model, tokenizer), rows, num_rows, batch_size)
     assert totals is not None  # nothing asks it to stop

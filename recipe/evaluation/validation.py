@@ -59,8 +59,8 @@ def evaluate_rows(
     state = PartialState()
 
     def read_batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        place = state.process_index, state.num_processes
-        for ids, num_real in iterate_validation(rows, num_rows, batch_size, *place):
+        batches = iterate_validation(rows, num_rows, batch_size, state.process_index, state.num_processes)
+        for ids, num_real in batches:
             batch = to_device(torch.as_tensor(ids), is_text.device)
             targets = batch[:, 1:].clone()
             targets[num_real:] = IGNORE_INDEX  # rows that repeat others to complete the batch
@@ -72,7 +72,8 @@ def evaluate_rows(
 
 def mean_scores(datasets: dict[str, dict[str, Any]], shares: dict[str, float]) -> dict[str, Any]:
     """Return the scores of a mixture, and those of each dataset."""
-    loss, bits = sum(shares[name] * scores["loss"] for name, scores in datasets.items()), None
+    loss = sum(shares[name] * scores["loss"] for name, scores in datasets.items())
+    bits = None
     if all(scores["bits_per_byte"] is not None for scores in datasets.values()):
         bits = sum(shares[name] * scores["bits_per_byte"] for name, scores in datasets.items())
     return {"loss": loss, "perplexity": exp_or_inf(loss), "bits_per_byte": bits, "mixture": datasets}
@@ -86,7 +87,10 @@ class Validation:
 
     def __init__(self, config: TrainConfig, accelerator: Accelerator, module: nn.Module, dataset: Any) -> None:
         """config: a run's, whose micro-batch is used on a GPU, where it fits. module: a `LanguageModelingLoss`."""
-        self.config, self.accelerator, self.module, self.dataset = config, accelerator, module, dataset
+        self.config = config
+        self.accelerator = accelerator
+        self.module = module
+        self.dataset = dataset
         on_cpu = accelerator.device.type == "cpu"
         rows = CPU_TOKENS // config.block_size if on_cpu else int(config.per_device_train_batch_size or 1)
         self.batch_size = max(1, rows)
@@ -116,7 +120,9 @@ class Validation:
             self.module.train()
 
     def _run(self, must_stop: Callable[[], bool]) -> dict[str, Any] | None:
-        started_at, datasets, batch_seconds = time.perf_counter(), {}, []
+        started_at = time.perf_counter()
+        datasets = {}
+        batch_seconds = []
 
         def module(*batch: torch.Tensor) -> dict[str, torch.Tensor]:
             begun_at = time.perf_counter()
@@ -125,12 +131,12 @@ class Validation:
             return results
 
         for name, part in self.parts.items():
-            options = self.rows[name], self.batch_size, must_stop
-            totals = evaluate_rows(module, self.is_text, part.validation, *options)
+            num_rows = self.rows[name]
+            totals = evaluate_rows(module, self.is_text, part.validation, num_rows, self.batch_size, must_stop)
             if totals is None:
                 return None
             scores = totals.scores(totals.num_bytes(self.bytes_per_token[name]))
-            datasets[name] = scores | {"num_rows": self.rows[name]}
+            datasets[name] = scores | {"num_rows": num_rows}
         results = mean_scores(datasets, self.dataset.shares) if len(datasets) > 1 else scores
         # The prepared module enters autocast by itself, its model does not. Eager mode, because inputs of all lengths
         # would compile the blocks of a sharded model again and again.
@@ -138,11 +144,12 @@ class Validation:
             sample = self._sample()
         # The same on all processes, because a time-limited run computes its progress from it; only one makes a sample.
         seconds = time.perf_counter() - started_at
-        times = largest_of_processes(seconds, seconds - batch_seconds[0])
+        seconds, warm_seconds = largest_of_processes(seconds, seconds - batch_seconds[0])
         return {
             **results,
             "num_rows": self.num_rows,
-            **dict(zip(("seconds", "warm_seconds"), times, strict=True)),
+            "seconds": seconds,
+            "warm_seconds": warm_seconds,
             "sample": sample,
         }
 
@@ -150,7 +157,8 @@ class Validation:
         """Return a continuation of `sample_prompt`, the same for the same weights. A failure must not end the run."""
         if not self.accelerator.is_main_process:
             return None
-        prompt, tokenizer = self.config.sample_prompt or "", self.dataset.tokenizer
+        prompt = self.config.sample_prompt or ""
+        tokenizer = self.dataset.tokenizer
         try:
             return sample_text(self.model, tokenizer, prompt, self.config.seed, self.vocab_size)
         except Exception as error:  # for example out of memory

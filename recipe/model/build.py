@@ -61,14 +61,16 @@ def model_options(model_type: str) -> list[str]:
         problem = f"Transformers has no causal language model of type '{model_type}', and no module registered one"
         raise UserError(f"{problem}; {nearest}")
     config_class = CONFIG_MAPPING[model_type]
-    names, common = ({field.name for field in dataclasses.fields(c)} for c in (config_class, PreTrainedConfig))
+    names = {field.name for field in dataclasses.fields(config_class)}
+    common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
     names |= config_class.attribute_map.keys() | inspect.signature(config_class).parameters.keys() - {"kwargs"}
-    for is_unsupported, reason in (
-        ("max_position_embeddings" not in names, "its config has no max_position_embeddings"),
-        ("num_experts_per_tok" in names, "it is a mixture of experts"),  # which need a loss of their own
-    ):
-        if is_unsupported:
-            raise UserError(f"model_type {model_type} is not supported: {reason}; use a dense decoder, such as llama")
+    reason = None
+    if "max_position_embeddings" not in names:
+        reason = "its config has no max_position_embeddings"
+    elif "num_experts_per_tok" in names:  # such models need a loss of their own
+        reason = "it is a mixture of experts"
+    if reason is not None:
+        raise UserError(f"model_type {model_type} is not supported: {reason}; use a dense decoder, such as llama")
     return sorted(names - common - MANAGED.keys())
 
 
@@ -82,7 +84,8 @@ def translate_dropout(overrides: dict[str, Any], options: Sequence[str]) -> tupl
 
     options: from `model_options`.
     """
-    translated, missing = {}, []
+    translated = {}
+    missing = []
     for key, value in overrides.items():
         name = key if key in options else DROPOUT.get(key, key)
         if key in DROPOUT and name not in options:
@@ -117,7 +120,8 @@ def build_model_config(
         if key not in options:
             nearest = did_you_mean(key, options, otherwise=f"it can set {', '.join(options)}")
             raise UserError(f"config_overrides cannot set {key!r}; {(MANAGED | ROPE).get(key, nearest)}")
-    aliases, is_gpt2 = CONFIG_MAPPING[model_type].attribute_map, issubclass(CONFIG_MAPPING[model_type], GPT2Config)
+    aliases = CONFIG_MAPPING[model_type].attribute_map
+    is_gpt2 = issubclass(CONFIG_MAPPING[model_type], GPT2Config)
     for alias, key in aliases.items():
         if {alias, key} <= overrides.keys():
             raise UserError(f"config_overrides sets {key} and {alias}, two names of the same; pass {key}")
@@ -140,7 +144,8 @@ def build_model_config(
         # On the meta device, before text is prepared for hours. Each type reports a bad shape with its own exception.
         count_flops_per_token(model_config, count_parameters(model_config), config.block_size)
     except Exception as error:
-        reason, name = short_reason(error.__cause__ or error), str(error.args[0]) if error.args else ""
+        reason = short_reason(error.__cause__ or error)
+        name = str(error.args[0]) if error.args else ""
         if isinstance(error, KeyError) and name in overrides.values():
             reason = f"Transformers has no {name!r}; {did_you_mean(name, ACT2FN, otherwise='try gelu_new')}"
         raise UserError(f"config_overrides describe a {model_type} that cannot be built: {reason}") from error
@@ -168,12 +173,13 @@ def _check_source(
     num_tokens: int,
 ) -> None:
     """Raise `UserError` if an existing model does not fit the run's options, or has fewer than num_tokens tokens."""
-    if (actual := model_config.model_type) != model_type:
-        raise UserError(f"the model in {source} has type {actual}; omit --model_type {model_type}")
-    no_dropout, most = _no_dropout(model_type), model_config.max_position_embeddings
+    if model_config.model_type != model_type:
+        raise UserError(f"the model in {source} has type {model_config.model_type}; omit --model_type {model_type}")
+    no_dropout = _no_dropout(model_type)
     for key, value in overrides.items():
         if key not in no_dropout and getattr(model_config, key) != value:
             raise UserError(f"config_overrides: {key} cannot differ from the model in {source}; only dropout can")
+    most = model_config.max_position_embeddings
     if config.block_size > most:
         problem = f"the model in {source} has {most} positions, fewer than block_size {config.block_size}"
         raise UserError(f"{problem}; pass --block_size {most}")
@@ -199,16 +205,18 @@ def build_model(
         model.generation_config = new_generation_config(model_config)  # for samples
     else:
         options |= {key: getattr(model_config, key) for key in _no_dropout(model_config.model_type)}
-        options |= {} if is_gpt2 else {"pad_token_id": None}  # its embedding would get no gradient
+        if not is_gpt2:
+            options["pad_token_id"] = None  # its embedding would get no gradient
         model = load_model_weights(source, **options)
         model.train()  # `from_pretrained` returns a model in eval mode, in which a trial step would use less memory
     num_known = model.config.vocab_size
     padded = padded_vocab_size(model_config.vocab_size, config.pad_vocab_to_multiple_of)
     if padded != num_known:
         model.resize_token_embeddings(padded, mean_resizing=False)
-    for tensor in model.parameters() if model_config.vocab_size > num_known else ():  # tokens that were added
-        if is_vocabulary(model, tensor):  # Transformers draws rows around the mean, which no run could repeat
-            tensor.data[num_known : model_config.vocab_size] = tensor.data[:num_known].mean(dim=0)
+    if model_config.vocab_size > num_known:  # tokens were added
+        for tensor in model.parameters():
+            if is_vocabulary(model, tensor):  # Transformers draws rows around the mean, which no run could repeat
+                tensor.data[num_known : model_config.vocab_size] = tensor.data[:num_known].mean(dim=0)
     if config.bf16_residual:  # under autocast the blocks add bf16 to the residual stream, but fp32 + bf16 is fp32
         into_first_block = model.base_model.get_submodule("drop") if is_gpt2 else model.get_input_embeddings()
         into_first_block.register_forward_hook(lambda module, inputs, output: output.bfloat16())

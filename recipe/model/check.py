@@ -11,7 +11,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from recipe.errors import UserError, short_reason
 from recipe.model.loss import LanguageModelingLoss, own_losses
 
-NUM_TOKENS, VOCAB_SIZE, PADDED_SIZE = 12, 37, 41  # of the copy
+# Of the copy.
+NUM_TOKENS = 12
+VOCAB_SIZE = 37
+PADDED_SIZE = 41
 MAX_PARAMETERS = 50_000_000
 TOLERANCE = 1e-4  # in fp32; of 110 types, the losses of right ones differ by 0 nats, of wrong ones by 6 and more
 
@@ -38,7 +41,9 @@ def have_equal_logits(model_config: PreTrainedConfig, *attention: str) -> bool:
     """Return whether a small copy has the same logits with two attention functions; False if it fails with one."""
     key = f"{attention} {vars(model_config)}"
     if key not in _EQUAL:
-        _EQUAL[key], rows, logits = False, torch.arange(NUM_TOKENS)[None], []
+        _EQUAL[key] = False
+        rows = torch.arange(NUM_TOKENS)[None]
+        logits = []
         with contextlib.suppress(Exception), torch.no_grad():
             for name in attention:
                 with _seeded():
@@ -64,7 +69,7 @@ def _find_fault(model_config: PreTrainedConfig, attention: str) -> str | None:
             otherwise = f"its {attention} attention fails; pass --attn_implementation eager"
             return _find_fault(model_config, "eager") or otherwise
         fault = f"a small copy of it fails ({short_reason(error)})"
-    return fault and f"{fault}; use a dense decoder, such as llama"
+    return None if fault is None else f"{fault}; use a dense decoder, such as llama"
 
 
 def _build_copy(tiny: PreTrainedConfig, attention: str) -> PreTrainedModel:
@@ -89,7 +94,8 @@ def _try(model: PreTrainedModel) -> str | None:
     if not torch.allclose(losses, own_losses(model, input_ids, targets)["losses"], rtol=0, atol=TOLERANCE):
         return "its logits are scaled or capped, which the loss ignores (final_logit_softcapping=null removes a cap)"
     outputs["loss"].backward()
-    if unused := [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]:
+    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    if unused:
         return f"{len(unused)} of its tensors get no gradient, such as {unused[0]}"
     model.resize_token_embeddings(PADDED_SIZE, mean_resizing=False)
     padded = LanguageModelingLoss(model, VOCAB_SIZE).eval()(input_ids, targets)["losses"]
@@ -100,7 +106,8 @@ def _try(model: PreTrainedModel) -> str | None:
 
 def shrink(model_config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the config of a copy with narrow heads, one layer of each kind, and few tokens and positions."""
-    tiny, num_layers = copy.deepcopy(model_config), model_config.num_hidden_layers
+    tiny = copy.deepcopy(model_config)
+    num_layers = model_config.num_hidden_layers
     head_dim = getattr(tiny, "head_dim", None) or tiny.hidden_size // tiny.num_attention_heads
     factor = 1  # by which all widths shrink
     while head_dim % (16 * factor) == 0:  # to a multiple of 8, so that a part for rotary embeddings is even
@@ -126,7 +133,9 @@ def shrink(model_config: PreTrainedConfig) -> PreTrainedConfig:
 def _without_scaling(rope: dict[str, Any]) -> dict[str, Any]:
     """Return parameters of rotary embeddings without scaling, which may have a value per dimension."""
     rope = {key: _without_scaling(value) if isinstance(value, dict) else value for key, value in rope.items()}
-    return rope | ({"rope_type": "default"} if "rope_type" in rope else {})
+    if "rope_type" in rope:
+        rope["rope_type"] = "default"
+    return rope
 
 
 @torch.no_grad()

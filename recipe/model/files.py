@@ -32,8 +32,17 @@ from recipe.errors import UserError, short_reason
 GENERATION = "generation_config.json"
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 200}  # nanoGPT's
 TOKENIZER_FILES = (
-    *("tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-    *("merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json"),
+    "tokenizer.json",
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
 )
 PATH_KEYS = ("_path", "_file", "_dir")  # endings of keys of tokenizer_config.json: name_or_path, tokenizer_file
 
@@ -70,7 +79,8 @@ def changed_by(files: dict[str, bytes], model_type: str) -> str | None:
 def check_tokenizer(name_or_path: str | None, model_type: str) -> None:
     """Raise `UserError` if the exported tokenizer would load as another one. Without a name, one is to be trained."""
     tokenizer = train_tokenizer([PROBE], 300) if name_or_path is None else load_tokenizer(name_or_path)
-    if by := changed_by(saved_files(tokenizer), model_type):
+    by = changed_by(saved_files(tokenizer), model_type)
+    if by is not None:
         remedy = "pass the --tokenizer_name of such a model, or another --model_type"
         raise UserError(f"models of type {model_type} load their tokenizer as {by}, which would change it; {remedy}")
 
@@ -90,11 +100,13 @@ def own_files(source: str | Path, names: tuple[str, ...] = (*TOKENIZER_FILES, GE
 
 def is_inside(path: Path, folder: Path) -> bool:
     """Return whether a file may be published: it must be inside its folder, or in the Hub cache's blobs."""
-    file, root = path.resolve(), folder.resolve()
+    file = path.resolve()
+    root = folder.resolve()
     is_cached = root.parent.name == "snapshots" and file.is_relative_to(root.parent.parent / "blobs")
-    if not (is_inside := is_cached or file.is_relative_to(root)):
-        print(f"warning: {path} is a link that leaves its folder, so it is skipped", flush=True)
-    return is_inside
+    if is_cached or file.is_relative_to(root):
+        return True
+    print(f"warning: {path} is a link that leaves its folder, so it is skipped", flush=True)
+    return False
 
 
 def hub_commit(model_id: str, revision: str | None = None) -> str:
@@ -114,7 +126,8 @@ def tuned_files(
     source, tokenizer_source: folder or Hub id of the original model and of the tokenizer. model_config: of the new
     model. document_prefix, parse_special_tokens: how the text of the dataset was encoded.
     """
-    files, notes = own_files(tokenizer_source, TOKENIZER_FILES) | own_files(source, (GENERATION,)), []
+    files = own_files(tokenizer_source, TOKENIZER_FILES) | own_files(source, (GENERATION,))
+    notes = []
     stored = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
     config = {key: value for key, value in stored.items() if not key.endswith(PATH_KEYS)}
     changes = for_transformers_4(config)
@@ -134,7 +147,8 @@ def tuned_files(
     if changes or config != stored:
         files[TOKENIZER_CONFIG] = as_json(config | changes)
     generation = json.loads(files.get(GENERATION, b"{}"))
-    ends, end = list_ids(generation.get("eos_token_id")), tokenizer.eos_token_id
+    ends = list_ids(generation.get("eos_token_id"))
+    end = tokenizer.eos_token_id
     if ends and end not in ends:
         ids = {"bos_token_id": model_config.bos_token_id, "eos_token_id": end, "pad_token_id": end}
         files[GENERATION] = as_json(generation | {key: value for key, value in ids.items() if key in generation})

@@ -27,7 +27,7 @@ class LanguageModelingLoss(nn.Module):
     """Mean cross-entropy in nats per target token, over the real vocabulary.
 
     The logits are the base model's output times the output matrix, as in GPT-2 and llama. A model that scales, caps or
-    transforms them (granite, cohere, gemma2) needs a loss of its own; recipe/model/check.py refuses it.
+    transforms them (granite, cohere, gemma2) needs a loss of its own; the trial of a small copy refuses it.
 
     The padding of the vocabulary gets logits of minus infinity. It has no part in the softmax or the label smoothing
     and gets no gradient, so the loss equals the saved model's exactly, whatever the padding's rows contain.
@@ -41,8 +41,10 @@ class LanguageModelingLoss(nn.Module):
         num_chunks: int = 1,
     ) -> None:
         super().__init__()
-        self.model, self.vocab_size = model, vocab_size
-        self.label_smoothing, self.num_chunks = label_smoothing, num_chunks
+        self.model = model
+        self.vocab_size = vocab_size
+        self.label_smoothing = label_smoothing
+        self.num_chunks = num_chunks
         self.num_logits = output_layer(model).weight.shape[0]
         logit_bias = torch.zeros(self.num_logits)
         logit_bias[vocab_size:] = -torch.inf
@@ -55,7 +57,9 @@ class LanguageModelingLoss(nn.Module):
         other terms to the loss only if `self.training`, as smoothing does, so that evaluation is a likelihood. Eval
         mode adds `losses`, fp32 [batch, block_size]: nats of each target, 0 where it does not count.
         """
-        shape, targets, hidden = targets.shape, targets.flatten(), self._hidden(input_ids)
+        shape = targets.shape
+        targets = targets.flatten()
+        hidden = self._hidden(input_ids)
         num_targets = (targets != IGNORE_INDEX).sum().clamp(min=1)
         num_pieces = max(self.num_chunks, math.ceil(len(targets) * self.num_logits / MOST_LOGITS))
         pieces = zip(hidden.chunk(num_pieces), targets.chunk(num_pieces), strict=True)

@@ -20,8 +20,9 @@ def own_code(model_config: PreTrainedConfig) -> dict[str, bytes]:
         model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config))
     with tempfile.TemporaryDirectory() as folder:
         for thing, auto_class in ((model_config, "AutoConfig"), (model, "AutoModelForCausalLM")):
-            name, module = type(thing).__name__, type(thing).__module__
+            module = type(thing).__module__
             if module == "__main__":
+                name = type(thing).__name__
                 raise UserError(f"{name} is defined in the program; move it to a module, which checkpoints can bring")
             if module.partition(".")[0] != "transformers":
                 type(thing).register_for_auto_class(auto_class)

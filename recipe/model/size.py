@@ -19,7 +19,8 @@ def _count_sizes(model_config: PreTrainedConfig) -> tuple[int, int, int]:
 
     The model is not built; tied embeddings count once.
     """
-    if (key := str(vars(model_config))) not in _SIZES:
+    key = str(vars(model_config))
+    if key not in _SIZES:
         with torch.device("meta"):
             shape = copy.deepcopy(model_config)
             shape.pad_token_id = None  # it may not fit a vocabulary that is not known yet
@@ -90,7 +91,7 @@ def count_head(model_config: PreTrainedConfig) -> int:
 
 
 def describe_output_share(model_config: PreTrainedConfig, flops_per_token: int) -> str | None:
-    """Say that the output layer has most of the matrix products; None if it has not.
+    """Say that the output layer has most of the matrix products; None if it does not.
 
     In ten minutes with 5 MB of text, 8,192 tokens were then better than 50,257, and 2,048 worse (LOG.md).
     model_config: with the padded vocabulary.

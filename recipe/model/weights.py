@@ -19,7 +19,8 @@ from recipe.disk import can_map, replaced, share, write_file
 from recipe.environment import only_cached
 from recipe.errors import UserError, check_local_path, short_reason
 
-CONFIG_JSON, WEIGHTS_NAME = "config.json", "model.safetensors"
+CONFIG_JSON = "config.json"
+WEIGHTS_NAME = "model.safetensors"
 LARGEST_HEADER = 100_000_000  # bytes, as in safetensors
 
 
@@ -32,9 +33,10 @@ def load_pretrained(auto_class: type, source: str | Path, trust_remote_code: boo
     folder = Path(source)
     if folder.is_dir() and not (folder / "config.json").is_file():
         candidates = sorted((str(path.parent) for path in folder.glob("*/config.json")), key=lambda p: (len(p), p))
-        raise UserError(
-            f"there is no model in {folder}" + (f"; there is one in {', '.join(candidates)}" if candidates else "")
-        )
+        problem = f"there is no model in {folder}"
+        if candidates:
+            problem += f"; there is one in {', '.join(candidates)}"
+        raise UserError(problem)
     disable_progress_bar()  # loading the weights takes milliseconds
     if not folder.is_dir() and only_cached(str(source)):
         options["local_files_only"] = True
@@ -52,7 +54,8 @@ def load_model_weights(source: str | Path, **options) -> PreTrainedModel:
     # Its level has another effect (5.24).
     logging.getLogger("transformers.modeling_utils").addFilter(is_not_load_report)
     model, loaded = load_pretrained(AutoModelForCausalLM, source, output_loading_info=True, **options)
-    if missing := sorted(loaded["missing_keys"]):
+    missing = sorted(loaded["missing_keys"])
+    if missing:
         raise UserError(f"the model in {source} lacks weights: {', '.join(missing[:3])}")
     return model
 
@@ -91,7 +94,8 @@ def copy_weights(model: PreTrainedModel, model_config: PreTrainedConfig, keep: b
         if name not in model.all_tied_weights_keys:
             values = full_tensor(tensor.detach())
             if keep:
-                values = values[: model_config.vocab_size] if is_vocabulary(model, tensor) else values
+                if is_vocabulary(model, tensor):
+                    values = values[: model_config.vocab_size]
                 weights[name] = values.to("cpu", copy=True).contiguous()
     return weights
 
@@ -106,7 +110,7 @@ def write_model(
 ) -> None:
     """Write the unpadded model into a folder that `from_pretrained` loads; each file appears when it is complete.
 
-    model: the padded model, unwrapped. model_config: from `build_model_config`. files: the others, by name. weights:
+    model: the padded model, unwrapped. model_config: with the real vocabulary. files: the others, by name. weights:
     from `copy_weights`; they come last. header: for `read_header`.
     """
     model_config.architectures = [type(model).__name__]
@@ -157,8 +161,10 @@ def names_of_transformers_4(model_config: PreTrainedConfig) -> dict[str, Any] | 
     if isinstance(model_config, GPT2Config):
         return {"n_ctx": model_config.n_positions}  # llama.cpp's converter reads it
     rope = getattr(model_config, "rope_parameters", None)
-    if not rope or "rope_theta" not in rope:
-        return None if rope else {}
+    if not rope:
+        return {}
+    if "rope_theta" not in rope:
+        return None
     names = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
     if model_config.model_type.startswith("gpt_neox"):
         names = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
@@ -176,7 +182,8 @@ def load_weights(model: PreTrainedModel, directory: Path, vocab_size: int) -> No
     weights = load_file(path) if can_map(path) else load(path.read_bytes())
     state = model.state_dict(keep_vars=True)
     expected = {name: tensor for name, tensor in state.items() if name not in model.all_tied_weights_keys}
-    if differing := weights.keys() ^ expected.keys():
+    differing = weights.keys() ^ expected.keys()
+    if differing:
         raise ValueError(f"{WEIGHTS_NAME} has missing or unknown tensors: {', '.join(differing)}")
     with torch.no_grad():
         for name, tensor in expected.items():

@@ -21,7 +21,10 @@ from transformers.pytorch_utils import Conv1D
 
 NUM_ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al.: the fastest, with singular values between 0.7 and 1.2
-FIRST_MOMENTUM, MOMENTUM, MOMENTUM_WARMUP_UPDATES = 0.85, 0.95, 300  # modded-nanogpt
+# As in modded-nanogpt.
+FIRST_MOMENTUM = 0.85
+MOMENTUM = 0.95
+MOMENTUM_WARMUP_UPDATES = 300
 NEURON_BETA = 0.95  # decay of each neuron's running mean square update (NorMuon)
 ADAMW_RMS = 0.2  # root mean square of a typical AdamW update before the learning rate (Moonlight)
 STACK_VALUES = 2**26  # in a stack of matrices: bounds the temporary memory, and is more than enough work for a GPU
@@ -59,7 +62,8 @@ class Muon(torch.optim.Optimizer):
                     self.state[p] = self._new_state(p, matrices[p][0] if matrices else None)
             if parameters:
                 states = map(list, zip(*(self.state[p].values() for p in parameters), strict=True))
-                (self._step_muon if matrices else self._step_adamw)(group, parameters, *states)
+                step_group = self._step_muon if matrices else self._step_adamw
+                step_group(group, parameters, *states)
 
     def _new_state(self, p: nn.Parameter, num_matrices: int | None) -> dict[str, torch.Tensor]:
         zeros = functools.partial(torch.zeros, dtype=p.dtype, device=p.device)  # whole on every process
@@ -76,9 +80,11 @@ class Muon(torch.optim.Optimizer):
 
     def _step_muon(self, group: dict, parameters: list, steps: list, momenta: list, neurons: list) -> None:
         """Update stacks of matrices of equal shape, with neurons as columns."""
-        stacks, matrices_of = defaultdict(list), dict(zip(group["params"], group["matrices"], strict=True))
+        stacks = defaultdict(list)
+        matrices_of = dict(zip(group["params"], group["matrices"], strict=True))
         for p, momentum, squares in zip(parameters, momenta, neurons, strict=True):
-            (_, is_turned), rows, columns = matrices_of[p], p.shape[0], p.shape[1] // len(squares)
+            _, is_turned = matrices_of[p]
+            rows, columns = p.shape[0], p.shape[1] // len(squares)
             shards = MatrixShards.of(p, dim=2 if is_turned else 1)
             pieces = (_local(x).chunk(len(squares), dim=1) for x in (p, p.grad, momentum))
             for *views, square in zip(*pieces, squares, strict=True):
@@ -108,7 +114,8 @@ class Muon(torch.optim.Optimizer):
         shards: how weights, gradients and momenta are sharded; None if they are not.
         """
         weights, gradients, momenta, squares = zip(*matrices, strict=True)
-        stack, before = torch.stack(gradients), torch.stack(momenta)
+        stack = torch.stack(gradients)
+        before = torch.stack(momenta)
         after = torch.addcmul(stack, before, coefficient)
         _copy_unless(found_inf, momenta, before, after)
         stack.addcmul_(after, coefficient)  # Nesterov: where the momenta would be one step later
@@ -116,9 +123,11 @@ class Muon(torch.optim.Optimizer):
         if shards is None:
             updates = self._orthogonalize(stack)
         else:
-            shape, stack = stack.shape, shards.to_full(stack)
+            shape = stack.shape
+            stack = shards.to_full(stack)
             updates = shards.to_shards(orthogonalize(stack, self.dtype), shape)
-        updates, before = updates.float(), torch.stack(squares)
+        updates = updates.float()
+        before = torch.stack(squares)
         scales, after = even_out_neurons(updates, before, shards)
         _copy_unless(found_inf, squares, before, after)
         updates.mul_(ADAMW_RMS * before.shape[2] ** 0.5 * scales)
@@ -128,9 +137,10 @@ class Muon(torch.optim.Optimizer):
 
     def _orthogonalize(self, matrices: torch.Tensor) -> torch.Tensor:
         """Orthogonalize this process's share of [n, rows, columns], and exchange the results."""
-        num_processes, num_matrices = _num_processes(), len(matrices)
+        num_processes = _num_processes()
         if num_processes == 1:
             return orthogonalize(matrices, self.dtype)
+        num_matrices = len(matrices)
         matrices = F.pad(matrices, (0, 0, 0, 0, 0, -num_matrices % num_processes))  # equal shares
         mine = orthogonalize(matrices.chunk(num_processes)[dist.get_rank()], self.dtype)
         gathered = mine.new_empty(matrices.shape)
@@ -168,7 +178,8 @@ class MatrixShards(NamedTuple):
 
     def to_full(self, parts: torch.Tensor) -> torch.Tensor:
         """Give each process its share of the matrices, gathered from all processes' parts. Zeros pad uneven parts."""
-        parts, num_processes = parts.transpose(1, self.dim), self.group.size()
+        parts = parts.transpose(1, self.dim)
+        num_processes = self.group.size()
         padding = (0, 0, 0, self.part_size - parts.shape[1], 0, -len(parts) % num_processes)
         whole = self._exchange(F.pad(parts, padding)).unflatten(0, (num_processes, -1))
         return whole.transpose(0, 1).flatten(1, 2).transpose(1, self.dim)
@@ -216,9 +227,12 @@ def even_out_neurons(
     the running means of the neurons' mean squares. Returns the factors, shaped like squares, and the new means.
     shards: of updates and factors; the means are not sharded.
     """
-    sums, num_rows = torch.linalg.vector_norm(updates, dim=1, keepdim=True).square(), updates.shape[1]
+    sums = torch.linalg.vector_norm(updates, dim=1, keepdim=True).square()
+    num_rows = updates.shape[1]
     if shards is not None:
-        sums, num_rows = shards.sum_columns(sums, squares.shape[2]), shards.length if shards.dim == 1 else num_rows
+        sums = shards.sum_columns(sums, squares.shape[2])
+        if shards.dim == 1:
+            num_rows = shards.length
     squares = squares.lerp(sums / num_rows, 1 - NEURON_BETA)
     scales = squares.clamp(min=1e-10).rsqrt()
     norms = (sums * scales.square()).sum(dim=2, keepdim=True)
@@ -233,13 +247,15 @@ def find_matrices(model: nn.Module) -> dict[torch.Tensor, tuple[int, bool]]:
     `c_attn` holds three matrices side by side, for queries, keys and values. Fused projections of other model types
     (such as phi3's and gpt_neox's) count as one. model: of Transformers, or a module that holds one.
     """
-    model, matrices = next(module for module in model.modules() if isinstance(module, PreTrainedModel)), {}
+    model = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+    matrices = {}
     for name, layer in model.named_modules():
         if isinstance(layer, (Conv1D, nn.Linear)) and layer is not model.get_output_embeddings():
             count = 3 if isinstance(layer, Conv1D) and name.endswith(".c_attn") else 1
             rows, columns = layer.weight.shape[0], layer.weight.shape[1] // count
             if layer.weight.requires_grad:
-                matrices[layer.weight] = count, rows > columns or rows == columns and isinstance(layer, nn.Linear)
+                rows_are_neurons = rows > columns or (rows == columns and isinstance(layer, nn.Linear))
+                matrices[layer.weight] = (count, rows_are_neurons)
     return matrices
 
 

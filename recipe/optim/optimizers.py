@@ -25,8 +25,11 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
     ]
     options = {"lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
     if config.optim == "muon":
-        hidden = {"params": list(matrices), "matrices": list(matrices.values())}
-        hidden["weight_decay"] = config.weight_decay
+        hidden = {
+            "params": list(matrices),
+            "matrices": list(matrices.values()),
+            "weight_decay": config.weight_decay,
+        }
         dtype = torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32
         return Muon([hidden, *groups], **options, dtype=dtype)
     if config.optim == "adamw_bnb_8bit":

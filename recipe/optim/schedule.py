@@ -80,9 +80,11 @@ def plan_schedule(
     if before is None or schedule == before:
         return schedule
     if before.warmup_examples is None:  # a share of the progress
-        kept, is_over = 0, progress >= before.warmup_steps
+        kept = 0
+        is_over = progress >= before.warmup_steps
     else:
-        kept, is_over = before.warmup_examples, examples >= before.warmup_examples
+        kept = before.warmup_examples
+        is_over = examples >= before.warmup_examples
     if schedule.warmup_steps < 1 and is_over and schedule.warmup_examples != kept:
         schedule = dataclasses.replace(schedule, warmup_examples=kept)
         return dataclasses.replace(schedule, warmup_steps=schedule.num_warmup_steps)
@@ -94,7 +96,9 @@ def plan_schedule(
 def resolve(options: Mapping[str, Any], step: int, examples: int) -> Schedule:
     """Return the schedule of options whose steps count from the run's first one."""
     schedule = Schedule(**{name: options[name] for name in SCHEDULED})
-    batch, warmup, num_examples = schedule.global_batch_size, schedule.warmup_steps, None
+    batch = schedule.global_batch_size
+    warmup = schedule.warmup_steps
+    num_examples = None
     if schedule.max_steps is not None:
         num_examples = examples + max(0, schedule.max_steps - step) * batch
     if warmup < 1 and (num_examples is None or schedule.max_minutes is not None):  # a share of what ends first
@@ -125,7 +129,8 @@ def learning_rate_scale(schedule: Schedule, examples: int, progress: float) -> f
 
     examples: trained on so far. progress: from 0 to 1, of the whole run.
     """
-    kind, arguments = schedule.lr_scheduler_type, schedule.lr_scheduler_kwargs or {}
+    kind = schedule.lr_scheduler_type
+    arguments = schedule.lr_scheduler_kwargs or {}
     if kind == "constant":
         return 1.0
     warmed_up = _warmup_share(schedule, examples, progress)
@@ -152,7 +157,8 @@ def learning_rate_scale(schedule: Schedule, examples: int, progress: float) -> f
 
 def _warmup_share(schedule: Schedule, examples: int, progress: float) -> float:
     """Return how much of the warm-up is done; it is over from 1 on."""
-    if (num_examples := schedule.warmup_examples) is None:
+    num_examples = schedule.warmup_examples
+    if num_examples is None:
         return progress / schedule.warmup_steps if schedule.warmup_steps else math.inf
     share = examples / num_examples if num_examples else math.inf
     return share if schedule.max_minutes is None else max(share, progress / LONGEST_WARMUP)

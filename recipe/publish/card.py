@@ -79,7 +79,8 @@ def sign(card: ModelCard, before: str) -> str:
     is its owner's and stays as it is; another run's card does not stay.
     """
     if before:
-        edited, signature = ModelCard(before, ignore_metadata_errors=True), SIGNATURE.search(before)
+        edited = ModelCard(before, ignore_metadata_errors=True)
+        signature = SIGNATURE.search(before)
         if edited.data.get("run_id") is None:
             return before
         if signature and signature[1] != short_hash(before) and edited.data.get("run_id") == card.data.get("run_id"):
@@ -105,38 +106,52 @@ def collect_values(run_dir: Path, step: int, directory: Path, hub_options: dict[
     shown = public_options(run_dir, events, step, requested.get("hub_model_id"))
     options: dict[str, Any] = DEFAULTS | shown
     start = starts[0] if starts else {}  # the first one describes the run; a resumed run starts again
-    data, model_id = start.get("data", {}), requested.get("hub_model_id") or run_dir.absolute().name
-    name, rows = model_id.rpartition("/")[2], data.get("splits", {}).get("train", {}).get("rows")
+    data = start.get("data", {})
+    rows = data.get("splits", {}).get("train", {}).get("rows")
+    model_id = requested.get("hub_model_id") or run_dir.absolute().name
+    name = model_id.rpartition("/")[2]
     samples = [sample for sample in samples if sample["step"] > 0]  # the first is of the untrained model
     evaluation = evaluations[-1] if evaluations and evaluations[-1]["step"] == step else {}
     ends = [event for event in events if event["event"] == "end" and event["step"] == step]
     is_demo = data.get("dataset_id") == STANDARD_LIBRARY
-    names, mixture = name_parts(events), data.get("mixture", {})
+    names = name_parts(events)
+    mixture = data.get("mixture", {})
     results = list(list_losses(evaluation, data, "the mixture" if mixture else None))
     for key, part in mixture.items():
         results += list_losses(evaluation.get("mixture", {}).get(key, {}), part, names[key])
     results += list_scores(read_tasks(run_dir, step, directory))
+    dataset_ids = [dataset_hub_id(part) for part in (data, *mixture.values())]
     metadata = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
         license=requested.get("hub_license"),
         language=requested.get("hub_language"),
-        datasets=[dataset_id for part in (data, *mixture.values()) if (dataset_id := dataset_hub_id(part))] or None,
+        datasets=[dataset_id for dataset_id in dataset_ids if dataset_id] or None,
         base_model=start.get("base_model_id"),
         tags=[options["model_type"], "gpt2-recipe"],
         model_name=name if results else None,
         eval_results=results or None,
-        # A run recognizes what it has published by these two; see recipe/publish/hub.py.
+        # By these two, an upload knows whose model this is, and whether its own is newer.
         run_id=starts[-1].get("run_id") if starts else None,
         step=step,
     )
     last = train_events[-1] if train_events else None
-    num_tokens, speed = count_tokens(step, events, options["block_size"]), measure_speed(events)
+    num_tokens = count_tokens(step, events, options["block_size"])
+    speed = measure_speed(events)
     stages = count_stage_tokens(start.get("stages") or [{"tokens": 0}], num_tokens)
     phases = {start["step"]: start for start in starts}  # a start may have ended before its first step
     return {
-        **{"metadata": metadata.to_yaml(), "name": name, "model_id": model_id, "step": step, "options": options},
-        **{"events": events, "start": start, "starts": starts, "changes": changes, "data": data, "results": results},
+        "metadata": metadata.to_yaml(),
+        "name": name,
+        "model_id": model_id,
+        "step": step,
+        "options": options,
+        "events": events,
+        "start": start,
+        "starts": starts,
+        "changes": changes,
+        "data": data,
+        "results": results,
         "is_published": bool(requested.get("hub_model_id")),
         "is_final": step == options["max_steps"] or bool(ends),
         "last_step": ends[-1].get("last_step", step) if ends else step,
@@ -164,17 +179,17 @@ def collect_values(run_dir: Path, step: int, directory: Path, hub_options: dict[
 def read_tasks(run_dir: Path, step: int, directory: Path) -> dict[str, dict[str, Any]]:
     """Read the scores of the weights in `directory`, as evaluate_model.py has written them. The texts stay private.
 
-    Of several for a task, the newest on the most examples counts.
-
-    The files hold the SHA-256 of their weights, so the scores of a copied or extended run never apply to other ones.
+    If a task was scored several times, the newest scores on the most examples count. The files hold the SHA-256 of
+    their weights, so the scores of a copied or extended run never apply to other ones.
     """
     tasks: dict[str, dict[str, Any]] = {}
     digest = weights_sha256(directory)
     for folder in (run_dir, run_dir / f"checkpoint-{step}"):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # missing, or of another program
             for evaluation in json.loads((folder / EVALUATION_NAME).read_text(encoding="utf-8")):
-                is_own = evaluation["weights_sha256"] == digest
-                for task, values in evaluation["tasks"].items() if is_own else ():
+                if evaluation["weights_sha256"] != digest:
+                    continue
+                for task, values in evaluation["tasks"].items():
                     if task not in tasks or values["num_examples"] >= tasks[task]["num_examples"]:
                         tasks[task] = values
     return tasks
@@ -203,7 +218,8 @@ def list_losses(evaluation: dict[str, Any], data: dict[str, Any], name: str | No
 
     data: of the start event, or of one dataset of its mixture, which has this name.
     """
-    dataset, label = dataset_hub_id(data), f"{name or dataset_hub_id(data) or 'held-out text'}, validation split"
+    dataset = dataset_hub_id(data)
+    label = f"{name or dataset or 'held-out text'}, validation split"
     config_name = data.get("dataset_config_name") or (None if dataset else name)  # results of one config are one entry
     for key, metric in LOSSES.items():
         if evaluation.get(key) is not None:
@@ -225,7 +241,8 @@ def list_scores(tasks: dict[str, dict[str, Any]]) -> Iterator[EvalResult]:
                 result = EvalResult(
                     "text-generation", dataset, label, name, round(score, 4), metric_name=f"{task} {name}"
                 )
-                result.source_name, result.source_url = source, LM_EVAL
+                result.source_name = source
+                result.source_url = LM_EVAL
                 yield result
 
 

@@ -29,7 +29,8 @@ def find_on_hub(config: TrainConfig, address: str | None) -> tuple[str, str, Pat
     the run itself has published, if any, so a job that is submitted again to a fresh machine resumes. Raises
     `UserError` if the checkpoint does not exist or cannot be read.
     """
-    repo_id, revision = config.hub_model_id or "", None
+    repo_id = config.hub_model_id or ""
+    revision = None
     if address is not None:
         if (parts := ADDRESS.fullmatch(address)) is None:
             raise UserError(f"{address} is no address of a checkpoint; expected hf://user/name@BRANCH")

@@ -47,7 +47,8 @@ TRAINING_FILES = (STATE_NAME, OPTIMIZER_NAME, RNG_NAME, MANIFEST_NAME)  # what o
 # Endings of the file names of any model.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 WEIGHTS += (".index.json", "adapter_config.json")
-SPOOL_NAME, DOWNLOAD_NAME = ".hub", ".hub/resumed"  # in output_dir: what waits for its upload; a downloaded checkpoint
+SPOOL_NAME = ".hub"  # in output_dir: what waits for its upload
+DOWNLOAD_NAME = ".hub/resumed"  # in output_dir: a downloaded checkpoint
 BRANCH = re.compile(r"step-\d{6,}-[\d.]+[kMB]-\w+")
 ID_LENGTH = 6  # of a run's id in the names of its branches
 TIMEOUT_SECONDS = 60.0  # without an answer; the client has none (2.4), so a dead connection would hold a run forever
@@ -89,9 +90,8 @@ def look_at_hub(config: TrainConfig) -> "MainBranch | None":
     check_metadata(config)
     try:
         return read_main(repo_id)
-    except (
-        Exception
-    ) as error:  # new, or the Hub cannot be used now, which `create_repository` says; the upload looks again
+    except Exception as error:
+        # It is new, or the Hub cannot be used now, which `create_repository` says. The upload looks again.
         if isinstance(error, HfHubHTTPError) and not isinstance(error, RepositoryNotFoundError):
             check_refusal(repo_id, error)
         return None
@@ -102,9 +102,10 @@ def create_repository(config: TrainConfig) -> None:
 
     If the Hub cannot be reached now, prints a warning instead, because it may be back before the first upload.
     """
-    repo_id, api = config.hub_model_id, HfApi()
+    repo_id = config.hub_model_id
     if not config.push_to_hub or repo_id is None:
         return
+    api = HfApi()
     try:
         api.create_repo(repo_id, private=config.hub_private_repo, exist_ok=True)
         api.auth_check(repo_id, write=True)
@@ -150,16 +151,25 @@ class MainBranch(NamedTuple):
 
 def read_main(repo_id: str) -> MainBranch:
     info = HfApi().model_info(repo_id)
-    names, data, text = {file.rfilename for file in info.siblings or ()}, {}, read_card(repo_id, info.sha)
+    text = read_card(repo_id, info.sha)
+    data = {}
+    names = {file.rfilename for file in info.siblings or ()}
     files = {name for name in names if name in WRITTEN_FILES + MODEL_FILES or name.endswith(WEIGHTS)}
     with contextlib.suppress(ValueError, TypeError, AttributeError, YAMLError):  # front matter that is no mapping
         card = ModelCard(text, ignore_metadata_errors=True)
         data = card.data.to_dict()
         if not card.text.strip():  # the Hub's own form makes a card of metadata alone
             files.discard(CARD_NAME)
-    run_id, step = data.get("run_id"), data.get("step")
-    run_id, step = run_id if isinstance(run_id, str) else None, step if isinstance(step, int) else 0
-    return MainBranch(run_id, step, tuple(sorted(files)), bool(info.private), info.sha, text)
+    run_id = data.get("run_id")
+    step = data.get("step")
+    return MainBranch(
+        run_id=run_id if isinstance(run_id, str) else None,
+        step=step if isinstance(step, int) else 0,
+        files=tuple(sorted(files)),
+        is_private=bool(info.private),
+        commit=info.sha,
+        card=text,
+    )
 
 
 def read_card(repo_id: str, commit: str | None) -> str:
@@ -197,7 +207,8 @@ def refuse_another(config: TrainConfig, main_branch: MainBranch, run_id: str | N
         raise UserError(f"{repo_id} is public; make it private on the Hub, or omit --hub_private_repo")
     if decide_main(main_branch, run_id, 0, None, config.hub_overwrite) == "refused":
         content = f"files that no run of this recipe published ({', '.join(main_branch.files[:3])})"
-        content = f"another run, at step {main_branch.step:,}" if main_branch.run_id else content
+        if main_branch.run_id:
+            content = f"another run, at step {main_branch.step:,}"
         raise UserError(
             f"{repo_id} holds {content}; {note}pass another --hub_model_id, or --hub_overwrite to replace the model "
             "and its card on the main branch (other branches stay)"
@@ -270,9 +281,12 @@ def upload(
     branch that has changed since it was looked at: the next attempt sees what was edited.
     """
     assert config.hub_model_id is not None  # --push_to_hub requires it
-    api, repo_id, message = HfApi(), config.hub_model_id, f"Step {step:,}"
+    repo_id = config.hub_model_id
+    message = f"Step {step:,}"
+    api = HfApi()
     url = api.create_repo(repo_id, private=config.hub_private_repo, exist_ok=True)
-    main_branch, branches = read_main(repo_id), list_branches(repo_id)
+    main_branch = read_main(repo_id)
+    branches = list_branches(repo_id)
     refuse_another(config, main_branch, run_id)
     own = checkpoints_of(run_id, branches)
     write_public_files(output_dir, folder, step, repo_id)
@@ -303,7 +317,8 @@ def upload(
 
 def commit_branch(api: HfApi, repo_id: str, folder: Path, branch: str, branches: dict[str, str], message: str) -> None:
     """Make a branch of a folder's files. A new branch appears complete; an existing one is replaced in one commit."""
-    names, working = WRITTEN_FILES + MODEL_FILES + TRAINING_FILES, f"incomplete-{branch.rpartition('-')[2]}"
+    names = WRITTEN_FILES + MODEL_FILES + TRAINING_FILES
+    working = f"incomplete-{branch.rpartition('-')[2]}"
     if branch in branches:  # from an earlier attempt
         commit_files(api, repo_id, folder, names, branch, message, branches[branch])
     else:

@@ -31,24 +31,26 @@ SAMPLE = ("prompt", "text")
 PUBLIC_EVENTS = ("start", "train", "eval", "sample", "schedule", "end")
 # In these events, at any depth. Each value is a number, a version, a hash, a Hub id, or holds such values. A text is a
 # short printable line, because the log may be a stranger's.
+# fmt: off
 PUBLIC_KEYS = {
-    *("event", "step", "run_id", "commit", "seed", "base_model_id", "flops_per_token"),
-    *("mixed_precision", "precision_before", "dynamo_backend", "attn_implementation", "optim"),
-    *("num_processes", "per_device_train_batch_size", "gradient_accumulation_steps"),
-    *("data", "dataset_id", "dataset_config_name", "tokenizer_id", "is_own_tokenizer", "validation_split_percentage"),
-    *("content_sha256", "tokenizer_sha256", "splits", "train", "validation", "documents", "tokens", "bytes", "rows"),
-    *("architecture", "num_parameters", "n_layer", "n_head", "n_embd", "n_positions", "vocab_size", "is_chat"),
-    *("environment", "gpt2_recipe", "python", "torch", "transformers", "accelerate", "datasets", "tokenizers"),
-    *("cuda", "cudnn", "device", "num_cpus", "platform"),
-    *("epoch", "stages"),
-    *("loss", "learning_rate", "learning_rate_group_0", "grad_norm", "clipped_share", "loss_scale", "tokens_seen"),
-    *("step_ms", "tokens_per_second", "mfu", "train_seconds", "skipped_steps", "share_waiting_for_data"),
-    *("memory_bytes", "peak_memory_bytes", "train_loss"),
-    *("perplexity", "bits_per_byte", "num_rows", "seconds", "mixture", "share"),
+    "event", "step", "run_id", "commit", "seed", "base_model_id", "flops_per_token",
+    "mixed_precision", "precision_before", "dynamo_backend", "attn_implementation", "optim",
+    "num_processes", "per_device_train_batch_size", "gradient_accumulation_steps",
+    "data", "dataset_id", "dataset_config_name", "tokenizer_id", "is_own_tokenizer", "validation_split_percentage",
+    "content_sha256", "tokenizer_sha256", "splits", "train", "validation", "documents", "tokens", "bytes", "rows",
+    "architecture", "num_parameters", "n_layer", "n_head", "n_embd", "n_positions", "vocab_size", "is_chat",
+    "environment", "gpt2_recipe", "python", "torch", "transformers", "accelerate", "datasets", "tokenizers",
+    "cuda", "cudnn", "device", "num_cpus", "platform",
+    "epoch", "stages",
+    "loss", "learning_rate", "learning_rate_group_0", "grad_norm", "clipped_share", "loss_scale", "tokens_seen",
+    "step_ms", "tokens_per_second", "mfu", "train_seconds", "skipped_steps", "share_waiting_for_data",
+    "memory_bytes", "peak_memory_bytes", "train_loss",
+    "perplexity", "bits_per_byte", "num_rows", "seconds", "mixture", "share",
     *SAMPLE,
     "last_step",  # of the run; its final model may be of an earlier step
-    *("changes", "global_batch_size", *SCHEDULE_OPTIONS),
+    "changes", "global_batch_size", *SCHEDULE_OPTIONS,
 }
+# fmt: on
 
 NESTED = (
     "data",
@@ -101,7 +103,8 @@ def public_events(run_dir: Path, step: int) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     for event in read_events(run_dir):
         is_later_start = event["event"] == "start" and bool(events)
-        if event["event"] not in PUBLIC_EVENTS or event["step"] > step - is_later_start:
+        last_step = step - 1 if is_later_start else step
+        if event["event"] not in PUBLIC_EVENTS or event["step"] > last_step:
             continue
         public = listed(event)
         if is_later_start:
@@ -166,4 +169,6 @@ def write_public_files(run_dir: Path, directory: Path, step: int, repo_id: str) 
 def read_options(run_dir: Path) -> dict[str, Any]:
     """Read training_config.yaml; {} if there is none."""
     path = run_dir / CONFIG_NAME
-    return yaml.safe_load(path.read_text(encoding="utf-8")) or {} if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    return yaml.safe_load(path.read_text(encoding="utf-8")) or {}

@@ -46,12 +46,16 @@ class HubUploads:
         keeps_all: bool = False,
     ) -> None:
         """say: prints a line. repeat: the command that repeats failed uploads. keeps_all: upload every checkpoint."""
-        self.config, self.run_id, self.output_dir, self.say = config, run_id, output_dir, say
+        self.config = config
+        self.run_id = run_id
+        self.output_dir = output_dir
+        self.say = say
         self.enabled = config.push_to_hub and PartialState().is_main_process
         consent = {"hub_overwrite": True} if config.hub_overwrite else {}
         self.repeat = repeat or shell_command("python", "scripts/push_to_hub.py", output_dir, **consent)
         self.keeps_all = keeps_all or config.hub_strategy == "all_checkpoints"
-        self.spool, self.final_step = output_dir / SPOOL_NAME, None
+        self.spool = output_dir / SPOOL_NAME
+        self.final_step = None
         self.thread: threading.Thread | None = None
         self.is_new = True  # something has been staged since the last attempt, or by an earlier process of the run
         self.failures: dict[str, str] = {}  # staging folder -> why its last upload failed
@@ -84,7 +88,8 @@ class HubUploads:
         """
         if not self.enabled:
             return True
-        until, report_at = time.monotonic() + seconds, time.monotonic() + REPORT_SECONDS
+        until = time.monotonic() + seconds
+        report_at = time.monotonic() + REPORT_SECONDS
         if final_step is not None:
             try:
                 link_files(self.output_dir, self.spool / FINAL_NAME, MODEL_FILES)
@@ -152,8 +157,10 @@ class HubUploads:
             self._skip_replaced()
             for name, (folder, step) in self._staged().items():
                 try:
-                    kind = self.final_step, name == FINAL_NAME
-                    self.url = upload(self.config, self.run_id, self.output_dir, folder, step, *kind)
+                    is_final = name == FINAL_NAME
+                    self.url = upload(
+                        self.config, self.run_id, self.output_dir, folder, step, self.final_step, is_final
+                    )
                     self.failures.pop(name, None)
                 except Exception as error:  # the client passes on the errors of several libraries
                     if not self.failures:
@@ -165,7 +172,8 @@ class HubUploads:
         for name in self._staged():
             self.failures.setdefault(name, otherwise)
         if self.url is not None:
-            self.say(f"{'partly ' * bool(self.failures)}published at {self.url}")
+            partly = "partly " if self.failures else ""
+            self.say(f"{partly}published at {self.url}")
         for name, reason in self.failures.items():
             self.say(f"not uploaded: {name} ({reason})")
         if self.num_skipped:
