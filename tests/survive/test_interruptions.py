@@ -11,12 +11,11 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from unittest import mock
 
 import psutil
 import pytest
-from faults import AUTO, RESULTS, at_call, die, fail_with, name_checkpoints, send
+from faults import AUTO, RESULTS, at_call, die, fail_with, last_step, name_checkpoints, send
 from helpers import (
     BLOCK_SIZE,
     CPU_ONLY,
@@ -101,28 +100,21 @@ def test_a_signal_saves_the_run_and_ends_it(stop, tmp_path, job_file, capfd, nam
         assert text in sentences
 
 
-def test_a_terminal_that_is_gone_costs_no_step(stop, tmp_path, monkeypatch):
-    """As after a dropped SSH connection: neither the line of the signal nor those of the end can be printed."""
+def test_a_signal_counts_where_no_line_can_be_printed(monkeypatch):
+    """The terminal is gone, as after a dropped SSH connection."""
     controller, terminal = os.openpty()
-    for stream in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, stream, os.fdopen(os.dup(terminal), "w"))
-
-    def drop():
-        os.close(controller)
-        with pytest.raises(OSError):
-            os.write(terminal, b"x")
+    os.close(controller)
+    with os.fdopen(terminal, "w") as stream, StopSignals() as signals:
+        monkeypatch.setattr(sys, "stderr", stream)
         send("SIGHUP")
-
-    assert len(stop(UpdateGuard, "allows", 19, drop)) == 19
-    assert name_checkpoints(tmp_path / "run") == ["checkpoint-10", "checkpoint-19"]
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # what is left of the lines
+    assert signals.count == 1
 
 
 def test_a_signal_writes_into_no_file_that_has_the_number_of_a_closed_stderr(tmp_path, monkeypatch):
     """It may be a checkpoint's."""
     monkeypatch.setattr(sys, "stderr", None)
-    before, number = os.dup(2), os.open(tmp_path / "optimizer.pt", os.O_CREAT | os.O_WRONLY)
+    before = os.dup(2)
+    number = os.open(tmp_path / "optimizer.pt", os.O_CREAT | os.O_WRONLY)
     os.dup2(number, 2)
     try:
         with StopSignals() as signals:
@@ -177,10 +169,7 @@ def test_a_second_ctrl_c_exits_at_once(monkeypatch):
     assert exits == [128 + signal.SIGINT]
 
 
-def test_a_finished_run_that_is_repeated_writes_the_card_that_it_lacks_and_keeps_an_edited_one(train, finished):
-    (finished / "README.md").unlink()
-    train(*AUTO)
-    assert "4 steps" in (finished / "README.md").read_text()
+def test_a_finished_run_that_is_repeated_keeps_the_page_of_its_owner(train, finished):
     (finished / "README.md").write_text("my words")
     train(*AUTO)
     assert (finished / "README.md").read_text() == "my words"
@@ -203,7 +192,8 @@ def test_an_extended_run_that_is_interrupted_at_its_end_gets_its_own_results(
 ):
     """The same command exports the new model, though the folder has the results of the shorter run."""
     longer = ["--save_steps", 2, "--max_steps", 8, *AUTO]
-    before, summary, newest = read_weights(finished), finished / "summary.json", finished / "checkpoint-8"
+    before = read_weights(finished)
+    summary = finished / "summary.json"
     with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, UserError, SystemExit)):
         at_call(patch, owner, name, number, act)
         train(*longer)
@@ -212,7 +202,7 @@ def test_an_extended_run_that_is_interrupted_at_its_end_gets_its_own_results(
     capsys.readouterr()
     train(*longer)
     assert re.search(r"^steps: +8$", capsys.readouterr().out, re.MULTILINE)
-    assert read_weights(finished) == read_weights(newest) != before
+    assert read_weights(finished) == read_weights(finished / "checkpoint-8") != before
     assert read_summary(finished)["step"] == 8 and "8 steps" in (finished / "README.md").read_text()
 
 
@@ -224,13 +214,6 @@ SOAK = [*DROPOUT, "--max_steps", STEPS, "--save_steps", 5, "--per_device_train_b
 SOAK += ["--save_total_limit", 2, "--eval_steps", 20, "--load_best_model_at_end", "true", *AUTO]
 
 
-def last_step(run: Path) -> int:
-    """Return the last step in the log, whose last line may be cut off."""
-    log = run / "metrics.jsonl"
-    steps = re.findall(r'^{"event": "train", "step": (\d+)', log.read_text(), re.MULTILINE) if log.is_file() else []
-    return int(steps[-1]) if steps else 0
-
-
 def test_a_run_killed_at_random_times_ends_like_an_uninterrupted_one(tmp_path, dataset_dir):
     """Weights, optimizer, best model and log are the same, bit for bit, and each checkpoint was whole at any time.
 
@@ -238,7 +221,9 @@ def test_a_run_killed_at_random_times_ends_like_an_uninterrupted_one(tmp_path, d
     """
     server = multiprocessing.get_context("forkserver")  # starts many processes that have imported torch
     server.set_forkserver_preload(["helpers", "recipe.train"])
-    through, killed, rng = tmp_path / "through", tmp_path / "killed", random.Random(0)
+    through = tmp_path / "through"
+    killed = tmp_path / "killed"
+    rng = random.Random(0)
 
     def start(run):
         process = server.Process(target=run_training, args=([*default_arguments(dataset_dir, run, TINY), *SOAK],))
@@ -303,9 +288,6 @@ def test_a_launcher_that_is_killed_leaves_no_orphan(tmp_path, dataset_dir):
     [
         (None, 19, None),
         (None, 21, ("30 seconds", " 21;", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600")),
-        ("60", 100, ("60 seconds", " 100;")),
-        ("60", 21, None),
-        ("600", 374, None),
         ("600", 468, ("600 seconds", " 468;", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=1200")),
         ("1200", 468, None),
     ],
@@ -335,9 +317,7 @@ def test_a_run_that_its_launcher_would_kill_warns_after_its_first_checkpoint(tra
 def test_a_notice_while_text_is_prepared_queues_the_job_again(train, job_file, monkeypatch, capsys):
     """There is nothing to save yet, and prepared text is found again."""
     at_call(monkeypatch, recipe.train, "open_dataset", 1, lambda: send("SIGUSR1"))
-    before = signal.getsignal(signal.SIGUSR1)
     with pytest.raises(SystemExit) as stopped:
         train()
     assert stopped.value.code == EXIT_STOPPED and job_file.exists()
     assert "SIGUSR1" in capsys.readouterr().out
-    assert signal.getsignal(signal.SIGUSR1) == before
