@@ -1,13 +1,11 @@
 """The model with the lowest validation loss is kept and exported, and a run whose loss no longer falls ends."""
 
 import errno
-import time
 
 import pytest
 from accelerate import Accelerator
 from faults import AUTO, RESULTS, at_call, die, fail_with, name_checkpoints
 from helpers import list_steps, read_events, read_summary, read_weights, read_words
-from transformers import AutoModelForCausalLM
 
 import recipe.checkpoint
 from recipe.checkpoint import RunState, read_exported
@@ -86,26 +84,6 @@ def test_patience_counts_from_a_branch_or_a_change_of_the_schedule(
     assert list_steps(folder) == expected
 
 
-# ------------------------------------------------------------------ where it is
-
-
-def test_the_best_model_is_in_the_folder_of_the_run_while_it_trains(train, tmp_path, monkeypatch):
-    """It needs no checkpoint, and `from_pretrained` loads it."""
-    run, found = tmp_path / "run", []
-
-    def look():
-        while read_exported(run) is None:  # it is written in the background
-            time.sleep(0.01)
-        found.append(read_exported(run))
-        assert AutoModelForCausalLM.from_pretrained(run).config.vocab_size == 500
-
-    at_call(monkeypatch, UpdateGuard, "allows", 4, look)
-    train(*BEST)
-    assert found == [(2, 3.0)]
-    assert read_exported(run) == (4, 2.0) and name_checkpoints(run) == []
-    assert read_summary(run)["exported_step"] == 4
-
-
 def test_a_better_model_that_could_not_be_written_is_named(train, monkeypatch, capsys):
     """What is exported then is the best of the others."""
     at_call(monkeypatch, recipe.checkpoint, "write_model", 2, fail_with(errno.ENOSPC))
@@ -128,9 +106,6 @@ def test_a_run_that_begins_again_replaces_the_model_that_the_first_attempt_left(
     assert read_summary(run)["eval_loss"] == 7.0
 
 
-# ------------------------------------------------------------------ if only the last model is kept
-
-
 def test_a_run_that_keeps_only_the_last_model_says_what_it_lost(train, capsys, monkeypatch):
     """The lines name the option that keeps the best one, a lower loss before training, and no longer training."""
     monkeypatch.setitem(LOSSES, 0, 1.5)
@@ -145,7 +120,8 @@ def test_a_run_that_keeps_only_the_last_model_says_what_it_lost(train, capsys, m
 def test_a_finished_run_stays_as_it_is_whatever_model_is_now_asked_for(train, before, now):
     options = [*EIGHT, "--save_steps", 2, "--load_best_model_at_end"]
     run = train(*options, before)
-    results, events = [(run / name).read_bytes() for name in RESULTS], read_events(run, "train")
+    results = [(run / name).read_bytes() for name in RESULTS]
+    events = read_events(run, "train")
     train(*options, now, *AUTO)
     assert [(run / name).read_bytes() for name in RESULTS] == results
     assert read_events(run, "train") == events

