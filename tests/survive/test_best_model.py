@@ -67,21 +67,18 @@ def test_a_killed_run_that_resumes_remembers_the_best_model(train, monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    ("start", "is_branch", "options", "expected"),
+    ("start", "name", "options", "expected"),
     [
-        ("checkpoint-4", True, [], [5, 6, 7, 8, 9, 10, 11, 12]),
-        ("checkpoint-10", True, ["--learning_rate", 0.001], [11, 12]),
-        ("checkpoint-10", False, ["--learning_rate", 0.001], [*range(1, 13)]),
+        ("checkpoint-4", "branch", [], [5, 6, 7, 8, 9, 10, 11, 12]),
+        ("checkpoint-10", "branch", ["--learning_rate", 0.001], [11, 12]),
+        ("checkpoint-10", "run", ["--learning_rate", 0.001], [*range(1, 13)]),
     ],
 )
-def test_patience_counts_from_a_branch_or_a_change_of_the_schedule(
-    train, tmp_path, start, is_branch, options, expected
-):
+def test_patience_counts_from_a_branch_or_a_change_of_the_schedule(train, tmp_path, start, name, options, expected):
     """Either of them trains, though the run itself was stopped early."""
     run = train(*OVERFITS, "--save_steps", 2, "--save_total_limit", 5)
-    folder = tmp_path / "branch" if is_branch else run
-    train(*OVERFITS, *options, "--resume_from_checkpoint", run / start, output_dir=folder)
-    assert list_steps(folder) == expected
+    train(*OVERFITS, *options, "--resume_from_checkpoint", run / start, output_dir=tmp_path / name)
+    assert list_steps(tmp_path / name) == expected
 
 
 def test_a_better_model_that_could_not_be_written_is_named(train, monkeypatch, capsys):

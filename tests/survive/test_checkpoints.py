@@ -28,7 +28,8 @@ MODEL_FILES = ["config.json", "generation_config.json", "tokenizer.json", "token
 def find_checkpoints(run, requested="auto"):
     """Return the checkpoints to resume from, newest first; the last one is intact."""
     options = ["--dataset_dir", "d", "--output_dir", str(run), "--resume_from_checkpoint", requested]
-    config, folder = load_config(options)[0], look_at_folder(run)
+    config = load_config(options)[0]
+    folder = look_at_folder(run)
     return list(look_at_checkpoints(config, folder, look_at_named(config, folder)))
 
 

@@ -31,23 +31,18 @@ class Cluster:
         self.run = folder / "run"
         self.options = [*default_arguments(dataset_dir, self.run, TINY), *OPTIONS, "--save_steps", "40"]
 
-    def submit(self, file):
-        inherited = {
-            key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "OMP_", "SLURM"))
-        }
-        return subprocess.Popen(
+    def submit(self, file, step):
+        """Return a job that has made a step."""
+        variables = {"SLURM_JOB_ID": JOB_ID, "SLURM_STAND_IN": str(self.folder), "PYTHON": sys.executable}
+        job = subprocess.Popen(
             ["bash", PROGRAMS / "sbatch", ROOT / "scripts" / "slurm" / file, *map(str, self.options)],
             cwd=ROOT,
-            env={**inherited, "SLURM_JOB_ID": JOB_ID, "SLURM_STAND_IN": str(self.folder), "PYTHON": sys.executable},
+            env={**os.environ, **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
-
-    def submit_and_wait(self, file, step):
-        """Return a job that has made a step."""
-        job = self.submit(file)
         given_up_at = time.monotonic() + 120
         while last_step(self.run) < step:
             assert job.poll() is None, job.communicate()[0]
@@ -70,7 +65,7 @@ def test_a_job_that_loses_a_machine_or_is_preempted_is_queued_again_and_stays_on
     The job file lets the launchers wait 600 seconds instead of 30.
     """
     cluster = Cluster(tmp_path, dataset_dir)
-    job = cluster.submit_and_wait("multi_node.sbatch", 50)
+    job = cluster.submit("multi_node.sbatch", 50)
     below = psutil.Process(job.pid).children(recursive=True)
     (launcher,) = (process for process in below if "--machine_rank 1" in " ".join(process.cmdline()))
     for process in (*launcher.children(recursive=True), launcher):
@@ -81,7 +76,7 @@ def test_a_job_that_loses_a_machine_or_is_preempted_is_queued_again_and_stays_on
     assert 'recipe/train.py", line' not in output
     assert len(cluster.list_requeued()) == 1
 
-    job = cluster.submit_and_wait("multi_node.sbatch", 120)
+    job = cluster.submit("multi_node.sbatch", 120)
     output = cluster.preempt(job)
     assert job.returncode == 75, output
     assert cluster.list_requeued() == 2 * [f"requeue {JOB_ID}"]
@@ -103,7 +98,7 @@ def test_a_job_that_branches_continues_its_own_run_when_it_is_queued_again(tmp_p
     cluster.options[where : where + 2] = [f"--output-dir={cluster.run}"]
     cluster.options += ["--resume_from_checkpoint", str(start)]
     for number, step in enumerate((10, 50), start=1):
-        job = cluster.submit_and_wait("single_node.sbatch", step)
+        job = cluster.submit("single_node.sbatch", step)
         output = cluster.preempt(job)
         assert job.returncode == 75, output
         assert len(cluster.list_requeued()) == number
