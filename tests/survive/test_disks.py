@@ -174,12 +174,6 @@ def test_a_run_that_cannot_export_lists_what_is_missing_and_keeps_the_earlier_mo
 # ------------------------------------------------------------------ operations that a disk lacks
 
 
-@pytest.fixture(autouse=True)
-def fresh_process(monkeypatch):
-    """Say again what an earlier test has said."""
-    monkeypatch.setattr(disk, "WARNED", set())
-
-
 @pytest.fixture
 def prepare(jsonl_file, tokenizer_dir):
     """Pack text, by default the usual one, into a folder."""
@@ -212,6 +206,7 @@ def test_text_is_prepared_and_trained_on_whatever_the_disk_lacks(
     train, tmp_path, prepare, monkeypatch, capsys, module, name, call
 ):
     """A second run in the folder continues: nothing that the first one left, such as its lock, is in the way."""
+    monkeypatch.setattr(disk, "WARNED", set())  # by an earlier test
     monkeypatch.setattr(module, name, call)
     prepare(tmp_path / "d")
     run = train("--save_steps", 2, dataset_dir=tmp_path / "d")

@@ -148,9 +148,13 @@ def test_a_second_ctrl_c_exits_at_once(monkeypatch):
     assert exits == [128 + signal.SIGINT]
 
 
-def test_a_finished_run_that_is_repeated_keeps_the_page_of_its_owner(train, finished):
+@pytest.mark.parametrize("size", [1000, 20_000])
+def test_a_finished_run_that_is_repeated_mends_its_model_and_keeps_the_page_of_its_owner(train, finished, size):
+    before = read_weights(finished)
+    os.truncate(finished / "model.safetensors", size)
     (finished / "README.md").write_text("my words")
     train(*AUTO)
+    assert read_weights(finished) == before
     assert (finished / "README.md").read_text() == "my words"
 
 

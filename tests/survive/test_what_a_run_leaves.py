@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import os
 import re
 import shutil
 import traceback
@@ -14,15 +13,7 @@ from unittest import mock
 import pytest
 from accelerate import Accelerator
 from faults import AUTO
-from helpers import (
-    BLOCK_SIZE,
-    ONE_STEP,
-    list_steps,
-    read_events,
-    read_summary,
-    read_weights,
-    values_of,
-)
+from helpers import BLOCK_SIZE, ONE_STEP, list_steps, read_events, read_summary, values_of
 
 import recipe.train
 from recipe.checkpoint import RunState, Stage
@@ -202,14 +193,6 @@ def test_a_line_of_the_log_that_no_run_has_written_is_ignored(tmp_path):
         '{"event": "eval", "step": 4, "loss": "abc"}\n{"event": "eval", "step": 2}'
     )
     assert read_evaluations(tmp_path) == {}
-
-
-@pytest.mark.parametrize("size", [1000, 20_000])
-def test_a_model_that_is_cut_off_is_written_again_when_the_run_is_repeated(train, finished, size):
-    before = read_weights(finished)
-    os.truncate(finished / "model.safetensors", size)
-    train(*AUTO)
-    assert read_weights(finished) == before
 
 
 EXPECTED = {"value": 3.28, "tolerance": 0.15, "tokens": 3200, "dataset": "me/corpus", "source": "three seeds"}
