@@ -208,5 +208,6 @@ def test_a_model_of_another_trainer_trains_in_fp32_from_the_loss_that_it_has(fin
     first, last = values_of(tuned, "loss", "eval")
     assert first == pytest.approx(expected, abs=1e-5)
     assert last < first
-    assert AutoModelForCausalLM.from_pretrained(tuned).config.vocab_size == 500
+    config = AutoModelForCausalLM.from_pretrained(tuned).config
+    assert (config.vocab_size, config.dtype) == (500, torch.float32)
     assert {tensor.dtype for tensor in load_file(tuned / "model.safetensors").values()} == {torch.float32}
