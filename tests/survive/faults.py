@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,8 @@ def at_call(patch, owner: object, name: str, number: int, act: Callable[[], obje
 
     patch: a monkeypatch. Returns a list that grows with each call.
     """
-    original, calls = getattr(owner, name), []
+    original = getattr(owner, name)
+    calls = []
 
     def call(*arguments, **options):
         calls.append(arguments)
@@ -50,6 +52,13 @@ def fail_with(number: int) -> Callable:
 
 def change_json(path: Path, **values: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def last_step(run: Path) -> int:
+    """Return the last step in the log, whose last line may be cut off."""
+    log = run / "metrics.jsonl"
+    steps = re.findall(r'^{"event": "train", "step": (\d+)', log.read_text(), re.MULTILINE) if log.is_file() else []
+    return int(steps[-1]) if steps else 0
 
 
 def name_checkpoints(folder: Path) -> list[str]:

@@ -1,13 +1,11 @@
 """The model with the lowest validation loss is kept and exported, and a run whose loss no longer falls ends."""
 
 import errno
-import time
 
 import pytest
 from accelerate import Accelerator
 from faults import AUTO, RESULTS, at_call, die, fail_with, name_checkpoints
 from helpers import list_steps, read_events, read_summary, read_weights, read_words
-from transformers import AutoModelForCausalLM
 
 import recipe.checkpoint
 from recipe.checkpoint import RunState, read_exported
@@ -69,41 +67,18 @@ def test_a_killed_run_that_resumes_remembers_the_best_model(train, monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    ("start", "is_branch", "options", "expected"),
+    ("start", "name", "options", "expected"),
     [
-        ("checkpoint-4", True, [], [5, 6, 7, 8, 9, 10, 11, 12]),
-        ("checkpoint-10", True, ["--learning_rate", 0.001], [11, 12]),
-        ("checkpoint-10", False, ["--learning_rate", 0.001], [*range(1, 13)]),
+        ("checkpoint-4", "branch", [], [5, 6, 7, 8, 9, 10, 11, 12]),
+        ("checkpoint-10", "branch", ["--learning_rate", 0.001], [11, 12]),
+        ("checkpoint-10", "run", ["--learning_rate", 0.001], [*range(1, 13)]),
     ],
 )
-def test_patience_counts_from_a_branch_or_a_change_of_the_schedule(
-    train, tmp_path, start, is_branch, options, expected
-):
+def test_patience_counts_from_a_branch_or_a_change_of_the_schedule(train, tmp_path, start, name, options, expected):
     """Either of them trains, though the run itself was stopped early."""
     run = train(*OVERFITS, "--save_steps", 2, "--save_total_limit", 5)
-    folder = tmp_path / "branch" if is_branch else run
-    train(*OVERFITS, *options, "--resume_from_checkpoint", run / start, output_dir=folder)
-    assert list_steps(folder) == expected
-
-
-# ------------------------------------------------------------------ where it is
-
-
-def test_the_best_model_is_in_the_folder_of_the_run_while_it_trains(train, tmp_path, monkeypatch):
-    """It needs no checkpoint, and `from_pretrained` loads it."""
-    run, found = tmp_path / "run", []
-
-    def look():
-        while read_exported(run) is None:  # it is written in the background
-            time.sleep(0.01)
-        found.append(read_exported(run))
-        assert AutoModelForCausalLM.from_pretrained(run).config.vocab_size == 500
-
-    at_call(monkeypatch, UpdateGuard, "allows", 4, look)
-    train(*BEST)
-    assert found == [(2, 3.0)]
-    assert read_exported(run) == (4, 2.0) and name_checkpoints(run) == []
-    assert read_summary(run)["exported_step"] == 4
+    train(*OVERFITS, *options, "--resume_from_checkpoint", run / start, output_dir=tmp_path / name)
+    assert list_steps(tmp_path / name) == expected
 
 
 def test_a_better_model_that_could_not_be_written_is_named(train, monkeypatch, capsys):
@@ -128,9 +103,6 @@ def test_a_run_that_begins_again_replaces_the_model_that_the_first_attempt_left(
     assert read_summary(run)["eval_loss"] == 7.0
 
 
-# ------------------------------------------------------------------ if only the last model is kept
-
-
 def test_a_run_that_keeps_only_the_last_model_says_what_it_lost(train, capsys, monkeypatch):
     """The lines name the option that keeps the best one, a lower loss before training, and no longer training."""
     monkeypatch.setitem(LOSSES, 0, 1.5)
@@ -145,7 +117,8 @@ def test_a_run_that_keeps_only_the_last_model_says_what_it_lost(train, capsys, m
 def test_a_finished_run_stays_as_it_is_whatever_model_is_now_asked_for(train, before, now):
     options = [*EIGHT, "--save_steps", 2, "--load_best_model_at_end"]
     run = train(*options, before)
-    results, events = [(run / name).read_bytes() for name in RESULTS], read_events(run, "train")
+    results = [(run / name).read_bytes() for name in RESULTS]
+    events = read_events(run, "train")
     train(*options, now, *AUTO)
     assert [(run / name).read_bytes() for name in RESULTS] == results
     assert read_events(run, "train") == events

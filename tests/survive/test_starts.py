@@ -1,7 +1,5 @@
 """A run that resumes is the run that was stopped, except for what its user changes; a branch is a new run."""
 
-import re
-import shlex
 import shutil
 from pathlib import Path
 from unittest import mock
@@ -11,14 +9,13 @@ import pytest
 import torch
 import yaml
 from faults import AUTO, at_call, die, send
-from helpers import BLOCK_SIZE, ONE_STEP, list_steps, read_events, read_weights, stock_loss, values_of
+from helpers import BLOCK_SIZE, list_steps, read_events, read_weights, stock_loss, values_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import recipe.train
 from recipe.data import batches
 from recipe.data.batches import example_rows
-from recipe.errors import UserError
 
 
 def read_config(run):
@@ -32,30 +29,17 @@ def own_options(run, **changes):
     return ["--config", path, "--output_dir", run, *AUTO]
 
 
-def test_the_options_that_the_refusal_of_another_run_names_resume_it(train, finished):
-    """A run with other options is refused in a folder that holds one."""
-    with pytest.raises(UserError) as error:
-        train("--seed", 5)
-    shutil.rmtree(finished / "checkpoint-4")
-    train(*shlex.split(re.search(r"\((--.*?)\)", str(error.value))[1]), alone=True)
-    assert list_steps(finished) == [1, 2, 3, 4]
-    assert read_config(finished)["seed"] != 5
-
-
 # ------------------------------------------------------------------ what may change when a run resumes
 
 
-def test_a_typed_batch_continues_with_the_next_examples_and_is_recorded(train, finished):
-    """Two of four steps have a batch of 6 instead of 4. The card counts the tokens from the log."""
+def test_a_typed_batch_continues_with_the_next_examples(train, finished):
+    """Two of four steps have a batch of 6 instead of 4. The log counts the tokens."""
     shutil.rmtree(finished / "checkpoint-4")
     with mock.patch.object(batches, "example_rows", side_effect=example_rows) as fetch:
-        run = train(*AUTO, "--global_batch_size", 6, "--eval_steps", 3)
+        run = train(*AUTO, "--global_batch_size", 6)
     fetched = np.concatenate([call.args[0] for call in fetch.call_args_list])
     assert fetched[:12].tolist() == list(range(8, 20))
-    for kind, expected in (("train", [4, 8, 14, 20]), ("eval", [0, 14, 20])):
-        assert [event["tokens_seen"] / BLOCK_SIZE for event in read_events(run, kind)] == expected
-    assert [event["changes"] for event in read_events(run, "schedule")] == [{"global_batch_size": [4, 6]}]
-    assert f"4 steps, {20 * BLOCK_SIZE:,} tokens" in (run / "README.md").read_text()
+    assert [tokens / BLOCK_SIZE for tokens in values_of(run, "tokens_seen")] == [4, 8, 14, 20]
 
 
 def test_only_later_steps_follow_a_changed_schedule(train, finished, capsys):
@@ -86,25 +70,21 @@ def test_a_changed_schedule_without_a_step_is_not_recorded(train, finished):
     assert read_config(finished) == before | {"hub_model_id": "a/b"}
 
 
-def test_changed_epochs_are_recorded_as_steps(train, finished, dataset):
-    """Another kind of schedule takes other arguments."""
+def test_a_changed_schedule_is_recorded_before_its_first_checkpoint(train, finished, dataset, monkeypatch):
+    """As steps, with which the folder's own config resumes the killed run from the checkpoint before.
+
+    Another kind of schedule takes other arguments.
+    """
     typed = ["--num_train_epochs", 8 / len(dataset.train) * 4, "--lr_scheduler_type", "cosine_with_min_lr"]
     typed += ["--lr_scheduler_kwargs", "min_lr_rate=0.5"]
-    train(*own_options(finished, lr_scheduler_kwargs=None), *typed, alone=True)
-    (record,) = read_events(finished, "schedule")
-    assert record["changes"].keys() == {"max_steps", "lr_scheduler_type", "lr_scheduler_kwargs"}
-    assert list_steps(finished)[-1] == 8
-    content = read_config(finished)
-    assert content["max_steps"] == 8 and "num_train_epochs" not in content
-
-
-def test_a_run_killed_before_the_first_checkpoint_of_a_changed_schedule_keeps_the_change(train, finished, monkeypatch):
-    """The folder's own config, in which the change is recorded, resumes the run from the checkpoint before."""
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         at_call(patch, recipe.train, "StopSignals", 1, die)
-        train(*AUTO, "--max_steps", 8)
-    assert read_config(finished)["max_steps"] == 8
+        train(*own_options(finished, lr_scheduler_kwargs=None), *typed, alone=True)
+    content = read_config(finished)
+    assert content["max_steps"] == 8 and "num_train_epochs" not in content
     train(*own_options(finished), alone=True)
+    (record,) = read_events(finished, "schedule")
+    assert record["changes"].keys() == {"max_steps", "lr_scheduler_type", "lr_scheduler_kwargs"}
     assert list_steps(finished) == list(range(1, 9))
 
 
@@ -122,7 +102,8 @@ def test_a_run_killed_before_the_first_checkpoint_of_a_changed_schedule_keeps_th
 @pytest.mark.parametrize("again", ["auto", "the same"])
 def test_a_branch_that_ends_before_its_first_step_continues(train, finished, tmp_path, monkeypatch, place, end, again):
     """A branch does not start over at step 0, whether `auto` or the same command resumes it, and has its own log."""
-    branch, start = tmp_path / "branch", finished / "checkpoint-2"
+    branch = tmp_path / "branch"
+    start = finished / "checkpoint-2"
     with monkeypatch.context() as patch, pytest.raises((SystemExit, KeyboardInterrupt)):
         at_call(patch, recipe.train, place, 1, end)
         train("--resume_from_checkpoint", start, output_dir=branch)
@@ -130,27 +111,21 @@ def test_a_branch_that_ends_before_its_first_step_continues(train, finished, tmp
     train("--resume_from_checkpoint", "auto" if again == "auto" else start, "--save_steps", 1, output_dir=branch)
     assert list_steps(branch) == [3, 4]
     assert read_weights(branch) == read_weights(finished)
-    train("--resume_from_checkpoint", start, "--max_steps", 6, "--save_steps", 1, output_dir=branch)
-    assert list_steps(branch) == [3, 4, 5, 6]
-    run_ids = {event["run_id"] for event in read_events(branch, "start")[-2:]}
-    assert len(run_ids) == 1
-    assert run_ids.isdisjoint(event["run_id"] for event in read_events(finished, "start"))
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "output_dir"),
+    "options",
     [
-        ("run/checkpoint-4", "link"),
-        ("other/best", None),  # a link to the checkpoint; the run's own folder is the output
+        ["run/checkpoint-4", "--output_dir", "link"],
+        ["other/best"],  # a link to the checkpoint; the run's own folder is the output
     ],
 )
-def test_one_folder_by_two_names_is_one_run(train, finished, tmp_path, monkeypatch, checkpoint, output_dir):
+def test_one_folder_by_two_names_is_one_run(train, finished, tmp_path, monkeypatch, options):
     monkeypatch.chdir(tmp_path)
     Path("other").mkdir()
     Path("link").symlink_to("run")
     Path("other", "best").symlink_to("../run/checkpoint-4")
-    options = [*own_options(finished)[:2], "--resume_from_checkpoint", checkpoint, "--max_steps", 5]
-    train(*options, *(["--output_dir", output_dir] if output_dir else []), alone=True)
+    train(*own_options(finished)[:2], "--max_steps", 5, "--resume_from_checkpoint", *options, alone=True)
     assert list_steps(finished) == [1, 2, 3, 4, 5]
     assert len({event["run_id"] for event in read_events(finished, "start")}) == 1
     assert [path.name for path in Path("other").iterdir()] == ["best"]
@@ -169,24 +144,16 @@ def test_a_copied_checkpoint_begins_a_run_with_a_folder_and_an_id_of_its_own(tra
 
 
 def test_options_of_the_optimizer_that_a_branch_changes_are_said_and_take_effect(train, finished, tmp_path, capsys):
-    """AdamW subtracts rate x decay x weight of the checkpoint."""
     branch = ["--resume_from_checkpoint", finished / "checkpoint-2", "--save_steps", 1]
-    runs = []
-    for decay in (0.1, 0.6):
-        changed = ["--weight_decay", decay, "--adam_beta1", 0.5, "--max_grad_norm", 1e-3]
-        runs.append(train(*branch, *changed, output_dir=tmp_path / str(decay)))
+    changed = ["--weight_decay", 0.6, "--adam_beta1", 0.5, "--max_grad_norm", 1e-3]
+    run = train(*branch, *changed, output_dir=tmp_path / "branch")
     shown = capsys.readouterr().out
     assert "from step 3, weight_decay is 0.6 instead of 0.1" in shown
     assert "from step 3, max_grad_norm is 0.001 instead of 1\n" in shown
-    assert values_of(runs[0], "clipped_share") == [1.0, 1.0]
-    (rate, _), name = values_of(runs[0], "learning_rate"), "transformer.wte.weight"
-    before, little, much = (
-        load_file(path / "model.safetensors")[name]
-        for path in (finished / "checkpoint-2", *(run / "checkpoint-3" for run in runs))
-    )
-    torch.testing.assert_close(little - much, 0.5 * rate * before, rtol=1e-3, atol=1e-7)
-    saved = torch.load(runs[0] / "checkpoint-3" / "optimizer.pt", weights_only=True)["optimizer"]
-    assert {tuple(group["betas"]) for group in saved["param_groups"]} == {(0.5, 0.95)}
+    assert values_of(run, "clipped_share") == [1.0, 1.0]
+    saved = torch.load(run / "checkpoint-3" / "optimizer.pt", weights_only=True)["optimizer"]
+    groups = [(group["weight_decay"], *group["betas"]) for group in saved["param_groups"]]
+    assert sorted(groups) == [(0.0, 0.5, 0.95), (0.6, 0.5, 0.95)]
 
 
 # ------------------------------------------------------------------ existing weights
@@ -209,16 +176,6 @@ def fine_tune(train, base, tmp_path):
     return run
 
 
-def test_the_loss_at_step_0_is_that_of_the_model_that_a_run_starts_from(fine_tune, base, dataset):
-    """The stock model and torch's cross-entropy give it. Training lowers it, and keeps the shape."""
-    tuned = fine_tune("--max_eval_samples", "all")
-    first, last = values_of(tuned, "loss", "eval")
-    assert first == pytest.approx(stock_loss(base, dataset.validation[np.arange(len(dataset.validation))]), abs=1e-5)
-    assert last < first
-    config = AutoModelForCausalLM.from_pretrained(tuned).config
-    assert (config.n_layer, config.n_embd, config.vocab_size, config.n_positions) == (2, 32, 500, BLOCK_SIZE)
-
-
 def test_a_run_resumes_bit_for_bit_without_the_model_that_it_started_from(fine_tune, base, tmp_path, monkeypatch):
     """The name of a model that is gone may look like one of the Hub, and would be published."""
     monkeypatch.chdir(tmp_path)
@@ -234,14 +191,23 @@ def test_a_run_resumes_bit_for_bit_without_the_model_that_it_started_from(fine_t
         assert start["base_model_id"] is start["data"]["tokenizer_id"] is None
 
 
-def test_a_model_of_another_trainer_trains_in_fp32_with_the_tokens_of_its_tokenizer(fine_tune, base):
-    """The file is fp16, with more rows than the tokenizer has tokens, and a buffer that only old GPT-2 files have."""
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float16)
-    model.resize_token_embeddings(640)
+def test_a_model_of_another_trainer_trains_in_fp32_from_the_loss_that_it_has(fine_tune, base, dataset):
+    """The stock model and torch's cross-entropy give that of step 0. Training lowers it.
+
+    The file is fp16, with more rows than the tokenizer has tokens, and a buffer that only old GPT-2 files have.
+    """
+    model = AutoModelForCausalLM.from_pretrained(base).half().float()
     model.save_pretrained(base)
+    expected = stock_loss(base, dataset.validation[np.arange(len(dataset.validation))])
+    model.resize_token_embeddings(640)
+    model.half().save_pretrained(base)
     weights = load_file(base / "model.safetensors")
     weights["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
-    tuned = fine_tune(*ONE_STEP)
-    assert AutoModelForCausalLM.from_pretrained(tuned).config.vocab_size == 500
+    tuned = fine_tune("--max_eval_samples", "all")
+    first, last = values_of(tuned, "loss", "eval")
+    assert first == pytest.approx(expected, abs=1e-5)
+    assert last < first
+    config = AutoModelForCausalLM.from_pretrained(tuned).config
+    assert (config.vocab_size, config.dtype) == (500, torch.float32)
     assert {tensor.dtype for tensor in load_file(tuned / "model.safetensors").values()} == {torch.float32}
