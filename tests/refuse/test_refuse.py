@@ -349,10 +349,14 @@ def test_launcher_variables_that_do_not_fit_together(in_place, monkeypatch, vari
     "name",
     ["prepare_data", "train_tokenizer", "generate_text", "export_model", "push_to_hub", "plan_run", "run_ladder"],
 )
-def test_a_script_answers_a_mistake_whatever_the_rank(in_place, monkeypatch, name):
+def test_a_script_answers_a_mistake_at_once_whatever_the_rank(in_place, monkeypatch, name):
+    """It is one process, so it forgets the launcher."""
     for variable, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(variable, value)
+    waits = []
+    monkeypatch.setattr("time.sleep", waits.append)
     check_refusal(f"scripts/{name}.py --optoin", "")
+    assert waits == [0]
 
 
 def test_a_home_folder_that_is_unknown(in_place, monkeypatch):
