@@ -106,6 +106,7 @@ ENDED = "refused: run ended delete --output_dir"
 CARD = ("README.md",)
 MINE = MainBranch("own", 4, CARD, is_private=True)
 ANOTHER = MainBranch("other", 9, CARD, is_private=True)
+PUBLIC = MainBranch(None, 0, (), is_private=False)
 SHARDED = Machine("cuda", 2, Sharding(2))
 GRAPHS = Machine("cuda", launcher_mode="max-autotune")
 
@@ -143,6 +144,7 @@ STARTS = [
     # --- the Hub
     (PUSH, at(main_branch=ANOTHER), f"{HELD} 9"),
     (f"{PUSH} --hub_overwrite", at(main_branch=ANOTHER), "new"),
+    (f"{PUSH} --hub_private_repo", at(main_branch=PUBLIC), "refused: me/tiny public --hub_private_repo"),
     (f"{PUSH} {AUTO}", at(main_branch=MINE, has=(ON_HUB,)), "continues .*: resuming from me"),
     (f"{PUSH} {AUTO}", at(4, main_branch=MINE, has=(OWN,)), CONTINUES),
     (f"{PUSH} {AUTO}", at(4, main_branch=ANOTHER, has=(OWN,)), HELD),

@@ -105,6 +105,7 @@ OPTIONS = [  # of recipe/train.py -> what the answer names
 STARTS = [  # of recipe/train.py, in a folder with runs and models -> what the answer names
     # --- where the run would write
     ("--output_dir a.txt/run", "output_dir a.txt/run"),
+    ("--output_dir damaged --seed 5", f"checkpoint-4 damaged/training_config.yaml {RESUME} auto --output_dir"),
     (f"--output_dir damaged {RESUME} auto", "damaged/checkpoint-4 another checkpoint"),
     # --- which model it would start from
     ("--model_name_or_path gone/far/away", "gone/far/away"),

@@ -41,6 +41,7 @@ TEXTS = [  # file, content -> what the answer names
     ("blank.txt", " \n\t\r\n", "blank.txt"),
     ("blank.jsonl", rows("text", "", None), "blank.jsonl"),
     ("body.jsonl", '{"body": "x", "id": 1}\n', "body.jsonl 'text' --text_column_name 'body'"),
+    ("chat.jsonl", '{"messages": [{"role": "user"}]}\n', "chat.jsonl 'text' messages dialogs recipe/data/README.md"),
     ("text.csv", f"{'a sentence ' * 10},2\n1,2\n", "text.csv --text_column_name line"),
     ("one.jsonl", rows("text", "word " * 900), "one.jsonl --validation_file, --document_separator"),
     # --- token ids
