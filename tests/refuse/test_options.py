@@ -14,14 +14,10 @@ from helpers import ROOT, run_script
 from recipe.arguments import OTHER_NAMES, CommandLine, Store, shell_command
 from recipe.command_line import CONFIGS_DIR, load_config
 from recipe.config import ALIASES, OPTIONS, PATHS, TrainConfig, write_config
-from recipe.data.files import find_files
 from recipe.evaluation.validation import count_eval_rows
 from recipe.hardware.choices import Machine
 from recipe.hardware.memory import micro_batch_sizes
-from recipe.optim.schedule import plan_schedule
 from recipe.run.decide import EVAL_STEPS
-from recipe.run.folder import release_output_dirs
-from recipe.run.look import claim_folder
 
 SIZES = ("124m", "124m_fast", "355m", "774m", "1558m")
 DATA = ["--dataset_dir", "some/folder"]
@@ -30,10 +26,6 @@ RECIPES = sorted(path.stem for path in CONFIGS_DIR.glob("*.yaml"))
 
 def load(*argv: object) -> TrainConfig:
     return load_config([*map(str, argv)]).config
-
-
-def values_of(config: TrainConfig, names: dict) -> dict:
-    return {name: getattr(config, name) for name in names}
 
 
 @pytest.fixture
@@ -75,9 +67,7 @@ def test_a_saved_config_in_the_current_folder_names_its_run(tmp_path, monkeypatc
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path / "mine")
     write_config(load(*DATA), Path("training_config.yaml"))
-    config, name, _ = load_config(["--config", "training_config.yaml"])
-    assert name == "mine" and claim_folder(config, name).name == "mine"
-    release_output_dirs()
+    assert load_config(["--config", "training_config.yaml"]).recipe == "mine"
 
 
 @pytest.mark.parametrize(
@@ -86,7 +76,6 @@ def test_a_saved_config_in_the_current_folder_names_its_run(tmp_path, monkeypatc
         ("--per_device_train_batch_size 8 --gradient_accumulation_steps 4", 1, (32, [8])),
         ("--per_device_train_batch_size 8 --gradient_accumulation_steps 4", 2, (64, [8])),
         ("--per_device_train_batch_size 4", 2, (8, [4])),
-        ("--gradient_accumulation_steps 2", 1, (8, [4])),
         ("--per_device_train_batch_size=2 --gradient_accumulation_steps=4 --global-batch-size=8", 1, (8, [2])),
     ],
 )
@@ -97,14 +86,11 @@ def test_a_typed_micro_batch_and_accumulation_set_the_global_batch(monkeypatch, 
     assert (config.global_batch_size, micro_batch_sizes(config, Machine("cpu", processes))) == expected
 
 
-def test_a_recipe_may_set_the_micro_batch_and_accumulation_instead_of_the_global_batch(recipe):
-    content = "per_device_train_batch_size: 8\ngradient_accumulation_steps: 4\n"
-    assert load(*recipe(content), *DATA).global_batch_size == 32
-
-
-BIG, FAST = "--config gpt2_124m --dataset_dir d", "--config gpt2_124m_fast --dataset_dir d"
+BIG = "--config gpt2_124m --dataset_dir d"
+FAST = "--config gpt2_124m_fast --dataset_dir d"
 LARGE_CHAR = "--config shakespeare_char_large --train_file a.txt"
-SHAPE, DROPOUT = {"n_layer": 6, "n_head": 6, "n_embd": 384}, {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
+SHAPE = {"n_layer": 6, "n_head": 6, "n_embd": 384}
+DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
 CHOSEN = [  # a typed option -> what becomes of the recipe's values that were chosen for another value of it
     ("--lr_scheduler_type linear", {"lr_scheduler_kwargs": None}),
     ("--lr_scheduler_type warmup_stable_decay", {"lr_scheduler_kwargs": load().lr_scheduler_kwargs}),  # the same one
@@ -116,28 +102,23 @@ CHOSEN = [  # a typed option -> what becomes of the recipe's values that were ch
     (f"{LARGE_CHAR} --config_overrides n_layer=4,a=1", {"config_overrides": SHAPE | DROPOUT | {"n_layer": 4, "a": 1}}),
     (f"{BIG} --optim adamw_bnb_8bit", {"learning_rate": 6e-4, "weight_decay": 0.1}),  # also an AdamW
     (f"{FAST} --optim adamw_torch --learning_rate 1e-3", {"learning_rate": 1e-3, "weight_decay": 0.1}),
-    (f"{FAST} --optim muon", {"learning_rate": 2e-3, "weight_decay": 0.15}),
     ("--train_file a.txt --tokenizer_name t", {"tokenizer_vocab_size": None}),
+    # The warm-up keeps its share of the steps in a shorter run, unless it is typed too.
+    (f"{BIG} --max_steps 40000", {"warmup_steps": 715}),
+    (f"{BIG} --max_steps 6 --warmup_steps 50", {"warmup_steps": 50}),
+    (f"{BIG} --num_train_epochs 3", {"warmup_steps": 715 / 19073}),
+    (f"{BIG} --max_minutes 3", {"warmup_steps": 715 / 19073}),
+    # Another model has no expected loss.
+    (f"{BIG} --max_steps 9 --block_size 1024", {"expected_loss": load(*BIG.split()).expected_loss}),
+    (f"{BIG} --config_overrides n_layer=3", {"expected_loss": None}),
+    (f"{BIG} --tokenizer_name t", {"expected_loss": None}),  # it is one with GPT-2's tokenizer
 ]
 
 
 @pytest.mark.parametrize(("argv", "expected"), CHOSEN)
 def test_what_a_recipe_chose_for_a_value_goes_with_it(argv, expected):
-    assert values_of(load(*argv.split()), expected) == expected
-
-
-@pytest.mark.parametrize(
-    ("argv", "is_kept"),
-    [
-        (f"{BIG} --max_steps 9 --block_size 1024", True),
-        (f"{BIG} --config_overrides n_layer=3", False),
-        (f"{BIG} --tokenizer_name t", False),  # the loss is that of GPT-2's
-        (f"{BIG} --block_size 512", False),
-        ("--dataset_dir d", True),  # the end of the run looks at the text
-    ],
-)
-def test_another_model_has_no_expected_loss(argv, is_kept):
-    assert (load(*argv.split()).expected_loss is not None) == is_kept
+    config = load(*argv.split())
+    assert {name: getattr(config, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -146,9 +127,7 @@ def test_another_model_has_no_expected_loss(argv, is_kept):
         (f"{FAST} --optim adamw_torch --learning_rate 1e-3", "weight_decay 0.1 0.15 muon"),
         ("--optim adamw_torch --learning_rate 1e-3 --weight_decay 0.2", ""),
         ("--config_overrides n_embd=384,n_head=6", "learning_rate 0.01 128 384"),
-        ("--model_type llama --config_overrides hidden_size=384", "learning_rate 0.01 128 384"),
         ("--config_overrides n_embd=384,n_head=6 --learning_rate 5e-3", ""),
-        ("--config_overrides n_embd=128,n_layer=6", ""),
     ],
 )
 def test_a_note_says_what_was_chosen_for_another_model_or_optimizer(argv, names):
@@ -156,32 +135,21 @@ def test_a_note_says_what_was_chosen_for_another_model_or_optimizer(argv, names)
     assert len(notes) == bool(names) and all(name in notes[0] for name in names.split())
 
 
-# What a recipe, or a command line, says of the length -> steps, epochs and minutes of the run.
-IN_RECIPES = {
-    "seed: 1": (19073, None, None),
-    "max_steps: 30": (30, None, None),
-    "num_train_epochs: 2": (None, 2, None),
-    "max_minutes: 3": (None, None, 3),
-    "max_steps: -1\nnum_train_epochs: 2": (None, 2, None),  # of Trainer
-    "max_steps: 30\nmax_minutes: 3": (30, None, 3),
-}
-TYPED = {
-    "--max_minutes 9 --max_steps 40": (40, None, 9),
-    "--num_train_epochs 4": (None, 4, None),
-    "--num_train_epochs 4 --max_steps -1": (None, 4, None),
-}
-WITH_A_LIMIT = {  # typed, on top of a recipe of two epochs in at most three minutes
-    "": (None, 2, 3),
-    "--max_minutes 9": (None, 2, 9),  # epochs that are enough stay enough
-    "--max_minutes 9 --num_train_epochs 4": (None, 4, 9),
-    "--num_train_epochs 4": (None, 4, None),
-    "--max_steps 40": (40, None, None),
-}
-LENGTHS = [
-    (content, argv, length) for content, own in IN_RECIPES.items() for argv, length in {"": own, **TYPED}.items()
+LIMITED = "num_train_epochs: 2\nmax_minutes: 3"
+LENGTHS = [  # a recipe, what is typed -> steps, epochs and minutes of the run
+    ("seed: 1", "", (19073, None, None)),
+    ("num_train_epochs: 2", "", (None, 2, None)),
+    ("max_steps: -1\nnum_train_epochs: 2", "", (None, 2, None)),  # of Trainer
+    ("max_steps: 30\nmax_minutes: 3", "", (30, None, 3)),
+    ("max_steps: 30", "--max_minutes 9", (None, None, 9)),
+    ("seed: 1", "--max_minutes 9 --max_steps 40", (40, None, 9)),
+    ("max_steps: 30", "--num_train_epochs 4 --max_steps -1", (None, 4, None)),
+    (LIMITED, "", (None, 2, 3)),
+    (LIMITED, "--max_minutes 9", (None, 2, 9)),  # epochs that are enough stay enough
+    (LIMITED, "--max_minutes 9 --num_train_epochs 4", (None, 4, 9)),
+    (LIMITED, "--num_train_epochs 4", (None, 4, None)),
+    (LIMITED, "--max_steps 40", (40, None, None)),
 ]
-LENGTHS += [("num_train_epochs: 2\nmax_minutes: 3", argv, length) for argv, length in WITH_A_LIMIT.items()]
-LENGTHS += [(own, "--max_minutes 9", (None, 2 if "epochs" in own else None, 9)) for own in IN_RECIPES]
 
 
 @pytest.mark.parametrize(("content", "argv", "length"), LENGTHS)
@@ -189,22 +157,6 @@ def test_a_typed_length_replaces_the_recipes(recipe, content, argv, length):
     """Steps or epochs from the same place as a time limit stay its upper bound."""
     config = load(*recipe(content), *DATA, *argv.split())
     assert (config.max_steps, config.num_train_epochs, config.max_minutes) == length
-
-
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        ("", 715),
-        ("--max_steps 6", 715 / 19073),  # a share of the steps: none of 6
-        ("--max_steps 40000", 715),
-        ("--max_steps 6 --warmup_steps 50", 50),
-        ("--num_train_epochs 3", 715 / 19073),
-        ("--max_minutes 3", 715 / 19073),
-    ],
-)
-def test_a_shorter_run_has_a_shorter_warm_up(argv, expected):
-    """The recipe's warm-up keeps its share of the steps, unless it is typed too."""
-    assert load("--config", "gpt2_124m", *DATA, *argv.split()).warmup_steps == pytest.approx(expected)
 
 
 def test_a_warm_up_in_a_recipe_of_epochs_is_kept(recipe):
@@ -230,58 +182,30 @@ def test_the_consent_to_overwrite_is_given_once(tmp_path):
 MEANINGS = [  # option, as it is typed, as it stands in a recipe (None: the same), and what the program understands
     # Text keeps its spelling. YAML 1.1 would make a boolean, a number, a date or sixty times a minute of it.
     ("hub_language", "no", None, ["no"]),
-    ("hub_language", "no da", "[no, da]", ["no", "da"]),
-    ("sample_prompt", "yes", None, "yes"),
     ("run_name", "007", None, "007"),
-    ("run_name", "1.10", None, "1.10"),
-    ("run_name", "1:30", None, "1:30"),
-    ("run_name", "2026-11-25", None, "2026-11-25"),
-    ("run_name", "0x10", None, "0x10"),
     ("run_name", "null", "'null'", "null"),
-    ("run_name", "a-b", None, "a-b"),
     ("dataset_revision", "1e5", None, "1e5"),
-    ("train_file", "1984.txt on", "[1984.txt, on]", ["1984.txt", "on"]),
-    ("text_column_name", "y", None, "y"),
     # Numbers.
     ("learning_rate", "6e-4", None, 6e-4),
-    ("seed", "007", None, 7),
     ("global_batch_size", "1_000", None, 1000),
-    ("max_eval_samples", "1_000", None, 1000),
     ("max_eval_samples", "all", None, "all"),
-    ("loss_chunks", "8", None, 8),
-    ("warmup_steps", "0.1", None, 0.1),
     ("max_steps", "-1", None, 19073),  # Trainer's default: as if it were not there
-    ("profile", "25", None, 25),
     # Choices and switches take YAML's and Python's words for true and false.
     ("mixed_precision", "no", None, "no"),
-    ("mixed_precision", "off", None, "no"),
-    ("mixed_precision", "False", None, "no"),
     ("matmul_precision", "HIGH", None, "high"),
     ("streaming", "on", None, True),
     ("activation_checkpointing", "yes", None, "true"),
-    ("activation_checkpointing", "False", None, "false"),
-    ("activation_checkpointing", "AUTO", None, "auto"),
     # Lists, dictionaries and paths.
-    ("report_to", "none", None, None),
     ("report_to", "none --report_to wandb", "[none, wandb]", ["wandb"]),
     ("report_to", "wandb --report_to none", "[wandb, none]", None),
-    ("hub_language", "en --hub_language de", "[en, de]", ["en", "de"]),
     ("train_file", "a.txt --train_file b.txt", "[a.txt, b.txt]", ["a.txt", "b.txt"]),
-    ("config_overrides", "n_layer=3", "{n_layer: 3}", {"n_layer": 3}),
     ("config_overrides", '{"n_layer":3}', "'{\"n_layer\": 3}'", {"n_layer": 3}),
     ("config_overrides", "n_layer=3 --config_overrides n_head=2", "n_layer=3,n_head=2", {"n_layer": 3, "n_head": 2}),
     ("config_overrides", "tie_word_embeddings=false", "{tie_word_embeddings: no}", {"tie_word_embeddings": False}),
-    ("lr_scheduler_kwargs", "min_lr=1e-5", "{min_lr: 1e-5}", {"min_lr": 1e-5}),
-    ("output_dir", "~/runs/a", None, "/home/jo/runs/a"),
-    ("output_dir", "$HOME/runs", None, "/home/jo/runs"),
-    ("output_dir", "${HOME}", None, "/home/jo"),
     ("output_dir", "a~/$USER", None, "a~/$USER"),
-    ("output_dir", "~jo/a", None, "~jo/a"),
     ("train_file", "~/*.txt $HOME/b", "[~/*.txt, $HOME/b]", ["/home/jo/*.txt", "/home/jo/b"]),
-    ("hub_private_repo", "false", None, False),
     # A value that begins with a dash is never read as an option.
     ("sample_prompt", "-hello", None, "-hello"),
-    ("document_separator", "---", None, "---"),
     ("run_name", "-1", None, "-1"),
 ]
 
@@ -303,16 +227,11 @@ def test_a_value_means_the_same_everywhere(tmp_path, monkeypatch, recipe, option
 @pytest.mark.parametrize(
     ("content", "option", "expected"),
     [
-        ("output_dir:", "output_dir", None),
         ("config_overrides: null", "config_overrides", None),
         ("report_to: []", "report_to", []),
         ("<<: {seed: 3, run_name: 007}", "seed", 3),
-        ("seed: 1\nseed: 2", "seed", 2),  # YAML keeps the last
         ("config_overrides: {a: [0.00001], b: {c: 1.0e+20}}", "config_overrides", {"a": [1e-5], "b": {"c": 1e20}}),
-        ("config_overrides: {a: &x [1], b: *x}", "config_overrides", {"a": [1], "b": [1]}),
         ("train_file: [t.txt, --streaming]", "train_file", ["t.txt", "--streaming"]),
-        ("sample_prompt: '--x y'", "sample_prompt", "--x y"),
-        ("sample_prompt: --", "sample_prompt", "--"),
         ("sample_prompt: |\n  two\n  lines", "sample_prompt", "two\nlines\n"),
     ],
 )
@@ -322,35 +241,18 @@ def test_what_only_a_recipe_can_say(recipe, content, option, expected):
     assert getattr(config, option) == expected and not config.streaming
 
 
-@pytest.mark.parametrize(
-    ("argv", "option", "expected"),
-    [
-        ("", "profile", None),
-        ("--profile", "profile", 10),
-        ("", "activation_checkpointing", "auto"),
-        ("--activation_checkpointing", "activation_checkpointing", "true"),
-        ("", "hub_private_repo", None),  # as its owner's settings say
-        ("--hub_private_repo", "hub_private_repo", True),
-        ("--max-steps 7", "max_steps", 7),
-        ("--sample-prompt=--x-y", "sample_prompt", "--x-y"),
-        ("--sample_prompt=--streaming", "sample_prompt", "--streaming"),
-    ],
-)
-def test_what_only_a_command_line_can_say(recipe, argv, option, expected):
-    """A switch alone, hyphens in names, and values like the names of options."""
-    config = load(*recipe("activation_checkpointing: auto\n"), *DATA, *argv.split())
-    assert getattr(config, option) == expected and not config.streaming
+def test_a_command_line_has_switches_hyphens_and_values_like_names_of_options():
+    config = load(*DATA, "--profile", "--max-steps", "7", "--sample_prompt=--streaming")
+    assert (config.profile, config.max_steps, config.sample_prompt) == (10, 7, "--streaming")
+    assert not config.streaming
 
 
 @pytest.mark.parametrize(
     ("typed", "line", "option", "expected"),
     [
         ("--bf16", "bf16: true", "mixed_precision", "bf16"),
-        ("--fp16 true", "fp16: true", "mixed_precision", "fp16"),
         ("--bf16=false", "bf16: false", "mixed_precision", "no"),
         ("--gradient_checkpointing", "gradient_checkpointing: true", "activation_checkpointing", "true"),
-        ("--gradient-checkpointing false", "gradient_checkpointing: false", "activation_checkpointing", "false"),
-        ("--tf32", "tf32: true", "matmul_precision", "high"),
         ("--tf32 false", "tf32: false", "matmul_precision", "highest"),
     ],
 )
@@ -409,26 +311,12 @@ def test_the_numbers_of_gpt2_124m():
 
 
 @pytest.mark.parametrize(
-    ("size", "rate", "layers", "heads", "width"),
-    [
-        ("124m", 6e-4, 12, 12, 768),
-        ("355m", 3e-4, 24, 16, 1024),
-        ("774m", 2.5e-4, 36, 20, 1280),
-        ("1558m", 2e-4, 48, 25, 1600),
-    ],
+    ("size", "rate", "num_heads"), [("124m", 6e-4, 12), ("355m", 3e-4, 16), ("774m", 2.5e-4, 20), ("1558m", 2e-4, 25)]
 )
-def test_the_learning_rates_and_shapes_of_the_sizes(size, rate, layers, heads, width):
-    """Learning rates of GPT-3's table 2.1, shapes of GPT-2, without dropout."""
+def test_the_learning_rates_and_heads_of_the_sizes(size, rate, num_heads):
+    """Learning rates of GPT-3's table 2.1, heads of GPT-2."""
     config = load("--config", f"gpt2_{size}", *DATA)
-    shape = {"n_layer": layers, "n_head": heads, "n_embd": width, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-    assert (config.learning_rate, config.config_overrides) == (rate, shape | {"tie_word_embeddings": True})
-
-
-@pytest.mark.parametrize(("epochs", "rows", "expected"), [(1, 100, 25), (1, 101, 26), (0.001, 100, 1), (2.5, 10, 7)])
-def test_a_partial_step_of_the_epochs_counts_as_a_step(epochs, rows, expected):
-    config = load(*DATA, "--num_train_epochs", epochs, "--global_batch_size", "4", "--max_minutes", "9")
-    schedule = plan_schedule(config, rows)
-    assert (schedule.max_steps, schedule.num_examples, schedule.max_minutes) == (expected, 4 * expected, 9)
+    assert (config.learning_rate, config.config_overrides["n_head"]) == (rate, num_heads)
 
 
 @pytest.mark.parametrize("name", ["demo --max_steps 1200", *(f"gpt2_{size}" for size in SIZES)])
@@ -447,15 +335,10 @@ def test_evaluation_costs_two_percent_by_default(name):
     assert config.max_eval_samples == ("auto" if name.startswith("demo") else 6000)
 
 
-@pytest.mark.parametrize(
-    ("typed", "num_rows", "expected"),
-    [("all", 1000, 1000), ("7", 1000, 7), ("2000", 1000, 1000), ("auto", 1000, 8), ("auto", 5, 5)],
-)
+@pytest.mark.parametrize(("typed", "num_rows", "expected"), [("2000", 1000, 1000), ("auto", 1000, 8), ("auto", 5, 5)])
 def test_an_evaluation_has_a_few_rows_and_never_more_than_there_are(typed, num_rows, expected):
-    assert (
-        count_eval_rows(load(*DATA, "--max_steps", "1", "--eval_steps", "5", "--max_eval_samples", typed), num_rows)
-        == expected
-    )
+    config = load(*DATA, "--max_steps", "1", "--eval_steps", "5", "--max_eval_samples", typed)
+    assert count_eval_rows(config, num_rows) == expected
 
 
 # ------------------------------------------------------------------ command lines of all programs
@@ -496,22 +379,6 @@ def test_options_of_a_run_that_expand_the_home_folder_are_paths():
     assert {name for name in OPTIONS if A_PATH.search(name)} <= {*PATHS}
 
 
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        ("--number -5", {"number": -5.0, "list": ["z"]}),
-        ("--list -a b --list=-c", {"list": ["-a", "b", "-c"]}),
-    ],
-)
-def test_a_value_may_begin_with_a_dash(argv, expected):
-    """Unless it is or looks like the name of an option, which is refused."""
-    parser = CommandLine()
-    parser.add_argument("--text", default=argparse.SUPPRESS)
-    parser.add_argument("--number", type=float, default=argparse.SUPPRESS)
-    parser.add_argument("--list", nargs="+", default=["z"])
-    assert vars(parser.parse_args(argv.split())) == expected
-
-
 @pytest.mark.parametrize("default", [None, [], ["z"], argparse.SUPPRESS])
 def test_a_list_that_is_typed_twice_goes_on_and_replaces_the_default(default):
     parser = CommandLine()
@@ -521,13 +388,7 @@ def test_a_list_that_is_typed_twice_goes_on_and_replaces_the_default(default):
     assert vars(parser.parse_args([])) == ({} if default is argparse.SUPPRESS else {"list": default})
 
 
-def test_a_bracket_in_a_pattern_is_written_in_brackets(tmp_path):
-    (tmp_path / "corpus [v2]").mkdir()
-    (tmp_path / "corpus [v2]" / "a.txt").write_text("the cat")
-    assert find_files([str(tmp_path / "corpus [[]v2]" / "*.txt")]).paths == [str(tmp_path / "corpus [v2]" / "a.txt")]
-
-
-@pytest.mark.parametrize("value", ["a b", "-Hello", "it's", "$HOME", "*.txt", "", "ü"])
+@pytest.mark.parametrize("value", ["a b", "-Hello", "it's", "$HOME", ""])
 def test_a_printed_command_is_read_as_it_was_meant(value):
     words = shlex.split(shell_command("python", "a.py", value, dataset_dir=value, overwrite=True))
     parser = argparse.ArgumentParser()

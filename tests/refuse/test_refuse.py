@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from helpers import CPU_ONLY, TINY, default_arguments, load_program, make_documents, reseal, run_training
 from refusals import check_refusal
 from safetensors.torch import load_file, save_file
@@ -32,44 +31,33 @@ PLAN = "scripts/plan_run.py"
 LADDER = "scripts/run_ladder.py --dataset_dir data"
 SWEEP = "scripts/benchmarks/sweep.py"
 
+WIDE = "num_hidden_layers=2,hidden_size=64,num_attention_heads=4"
+DENSE = f"{WIDE},intermediate_size=176,num_key_value_heads=4"
+
 OPTIONS = [  # of recipe/train.py -> what the answer names
     # --- names and values
     ("--lerning_rate 1", "--lerning_rate --learning_rate"),
-    ("--zzzz", "--zzzz --help"),
     ("--seed 1 stray", "'stray'"),
     ("--per_device_train_batch_size 2 --gradient_accumulation_steps 3 --global_batch_size 8", "2 3 8 remove"),
     ("--config_overrides n_layer=2 n_head=2", "'n_head=2' n_layer=2,n_head=2"),
-    ("--learning_rate", "--learning_rate: --learning_rate=VALUE"),
-    ("--run_name --seed 3", "--run_name: --run_name=VALUE"),
     ("--run_name --sede 3", "--run_name: --run_name=VALUE"),
     ("--report_to --seed 3", "--report_to: --report_to=VALUE"),
-    ("--run_name a -b", "--b;"),
     ("--learning_rate nan", "learning_rate 0 nan"),
     ("--max_steps 0", "max_steps 1 0"),
     ("--adam_beta2 1", "adam_beta2 1"),
     ("--mixed_precision bf61", "mixed_precision 'bf61' bf16"),
     ("--output_dir=", "output_dir"),
-    ("--per_device_train_batch_size 0", "per_device_train_batch_size auto 1"),
     ("--max_eval_samples some", "max_eval_samples auto all 'some'"),
-    ('--config_overrides {"n_layer":', "config_overrides n_layer=4,n_embd=128"),
-    ("--config_overrides 1=2", "config_overrides names"),
     ("--config_overrides a=2020-99-99", "config_overrides n_layer=4,n_embd=128"),
     ("--bf16 maybe", "bf16 'maybe'"),
     ("--config gpt3", "'gpt3' gpt2_124m"),
-    ("--config gone.yaml", "'gone.yaml'"),
     (f"{RESUME} True", f"{RESUME} auto"),
-    ("--eval_tasks hellaswag", "scripts/evaluate_model.py"),
     ("--report_to tracki", "'tracki' trackio"),
     ("--report_to aim", "aim --report_to"),  # which is not installed
     ("--expected_loss value=3.2,tolerance=0.1", "expected_loss value, tolerance, tokens, dataset, source"),
     # --- names that other programs have for an option
-    ("--lr=1", "--lr; --learning_rate"),
     ("--batch-size=3", "--batch_size; --per_device_train_batch_size"),
-    ("--overwrite_output_dir", "--output_dir"),
-    ("--eval_only", "evaluate_model.py"),
     ("--hub_token x", "--hub_token HF_TOKEN"),
-    ("--max_seq_len 9", "--max_seq_len; --block_size"),
-    ("--use_peft", "--use_peft; LoRA"),
     ("--fp16 --mixed_precision bf16", "fp16 mixed_precision"),
     # --- options that need or exclude each other
     ("--train_file a.txt", "--dataset_dir --train_file --dataset_name"),
@@ -81,7 +69,6 @@ OPTIONS = [  # of recipe/train.py -> what the answer names
     ("--max_steps 3 --num_train_epochs 1", "max_steps num_train_epochs"),
     ("--early_stopping_patience 2 --eval_steps 0", "--early_stopping_patience --eval_steps"),
     ("--optim adamw_torch_fused", "optim adamw_torch_fused learning_rate 0.01 muon"),
-    ("--config gpt2_124m --optim muon", "optim muon learning_rate 0.0006 adamw_torch_fused"),
     # --- schedules
     (f"{WSD} min_lr_rate=0.1", "min_lr_rate cosine_with_min_lr"),
     (f"{WSD} num_decay_steps=50", "num_decay_steps max_minutes"),
@@ -95,58 +82,38 @@ OPTIONS = [  # of recipe/train.py -> what the answer names
     # --- mixtures
     ("other --dataset_weights 1", "--dataset_weights --dataset_dir (2)"),
     ("other --dataset_weights 0 0", "--dataset_weights 0"),
-    ("other --dataset_weights -1 2", "dataset_weights -1"),
     ("foreign", "data foreign --tokenizer_name"),
     # --- the shape of the model, before data are opened
     ("--config_overrides n_layers=4", "config_overrides 'n_layers' n_layer?"),
-    ("--config_overrides vocab_size=9", "'vocab_size' tokenizer"),
     ("--config_overrides n_positions=9", "'n_positions' block_size"),
     ("--config_overrides dtype=bfloat16", "'dtype' n_layer"),
     ("--config_overrides n_embd=100,n_head=12", "config_overrides 100 12"),
     ("--config_overrides hidden_size=96", "config_overrides n_embd hidden_size"),  # the recipe's has the other name
-    ("--config_overrides n_head=0", "config_overrides gpt2"),
-    ("--config_overrides n_layer=two", "config_overrides 'n_layer'"),
-    ("--config_overrides resid_pdrop=2", "config_overrides 2"),
     ("--config_overrides activation_function=swishy", "config_overrides swishy"),
-]
-
-WIDE = "num_hidden_layers=2,hidden_size=64,num_attention_heads=4"
-DENSE = f"{WIDE},intermediate_size=176,num_key_value_heads=4"
-MODEL_TYPES = [  # --model_type, --config_overrides -> what the answer names
-    ("lama", DENSE, "'lama' llama?"),
-    ("llama", WIDE, "llama intermediate_size, num_key_value_heads config_overrides"),
-    ("llama", f"{DENSE},max_position_embeddings=9", "'max_position_embeddings' block_size"),
-    ("llama", f"{DENSE},hidden_size=66", "llama 66"),
-    ("llama", f"{WIDE},intermediate_size=176,num_key_value_heads=3", "llama config_overrides"),
-    ("xglm", f"{WIDE},ffn_dim=176", "xglm --attn_implementation"),
-    ("mixtral", DENSE, "mixtral experts"),
-    ("mamba", "num_hidden_layers=2,hidden_size=64", "mamba max_position_embeddings"),
-    # These would train, and be wrong without a word.
-    ("gemma2", DENSE, "gemma2 logits"),
-    ("granite", f"{DENSE},logits_scaling=8.0", "granite logits"),
-    ("bert", f"{WIDE},intermediate_size=176", "bert later"),
-    ("bert-generation", f"{WIDE},intermediate_size=176", "bert-generation later"),
-    ("trocr", WIDE, "trocr"),
-    ("qwen2", DENSE, "qwen2 Qwen2Tokenizer --model_type"),  # AutoTokenizer loads any tokenizer.json as that class
+    # --- other types of models
+    (f"--model_type lama --config_overrides {DENSE}", "'lama' llama?"),
+    (f"--model_type llama --config_overrides {WIDE}", "llama intermediate_size, num_key_value_heads config_overrides"),
+    (f"--model_type llama --config_overrides {DENSE},num_key_value_heads=3", "llama config_overrides"),
+    (f"--model_type mixtral --config_overrides {DENSE}", "mixtral experts"),
+    ("--model_type mamba --config_overrides hidden_size=64", "mamba max_position_embeddings"),
+    # These would train, and be wrong without a word: its loss would be of other logits, and AutoTokenizer would load
+    # any tokenizer.json as a Qwen2Tokenizer.
+    (f"--model_type granite --config_overrides {DENSE},logits_scaling=8.0", "granite logits"),
+    (f"--model_type qwen2 --config_overrides {DENSE}", "qwen2 Qwen2Tokenizer --model_type"),
 ]
 
 STARTS = [  # of recipe/train.py, in a folder with runs and models -> what the answer names
     # --- where the run would write
-    ("--output_dir run --seed 5", f"run checkpoint-4 run/training_config.yaml {RESUME} auto --output_dir"),
     ("--output_dir a.txt/run", "output_dir a.txt/run"),
-    # --- what it would continue
-    (f"--output_dir new {RESUME} gone/checkpoint-1", "gone/checkpoint-1"),
-    (f"--output_dir junk {RESUME} auto", "checkpoint-4: optimizer.pt checkpoint-2: 4"),
-    (f"--output_dir unknown-optimizer.pt {RESUME} auto", "unknown-optimizer.pt/checkpoint-4"),
-    (f"--output_dir unknown-rng.pt {RESUME} auto", "unknown-rng.pt/checkpoint-4"),
-    (f"--output_dir unknown-training_state.json {RESUME} auto", "unknown-training_state.json/checkpoint-4"),
-    (f"--output_dir unknown-model.safetensors {RESUME} auto", "unknown-model.safetensors/checkpoint-4"),
+    ("--output_dir damaged --seed 5", f"checkpoint-4 damaged/training_config.yaml {RESUME} auto --output_dir"),
+    (f"--output_dir damaged {RESUME} auto", "damaged/checkpoint-4 another checkpoint"),
     # --- which model it would start from
     ("--model_name_or_path gone/far/away", "gone/far/away"),
     ("--model_name_or_path small --config_overrides n_layer=3", "n_layer small"),
     ("--model_name_or_path small --block_size 64", "small 32 block_size 64"),
     ("--model_name_or_path llama --model_type gpt2", "llama --model_type"),
     ("--model_name_or_path bare", "tokenizer.json bare --tokenizer_name"),
+    # Transformers would fill them with random numbers.
     ("--model_name_or_path hollow", "hollow transformer.h.1.mlp.c_fc.weight"),
     ("--model_name_or_path fewer", "500 400 fewer --tokenizer_name"),
     # --- which data it would read
@@ -158,65 +125,38 @@ STARTS = [  # of recipe/train.py, in a folder with runs and models -> what the a
 
 SCRIPTS = [
     # --- tokenizers and datasets
-    ("scripts/train_tokenizer.py --train_file gone.txt --output_dir out", "gone.txt"),
-    ("scripts/train_tokenizer.py --train_file blank.txt --output_dir out", "blank.txt"),
-    ("scripts/prepare_data.py --train_file a.txt --tokenizer_name small", "--output_dir"),
     ("scripts/prepare_data.py --output_dir out --tokenizer_name small", "--train_file --dataset_name"),
     (f"{PREPARE} gone.txt --tokenizer_name small", "gone.txt"),
     (f"{PREPARE} a.txt", "--tokenizer_name"),
     (f"{PREPARE} a.txt --num_shards 0 --tokenizer_name small", "num_shards 1 0"),
-    (f"{PREPARE} a.txt --num_shards 2 --tokenizer_name small", "--shard_index 0"),
     (f"{PREPARE} a.txt --num_shards 2 --shard_index 2 --tokenizer_name small", "--shard_index 0 2"),
     (f"{PREPARE} a.txt --validation_split_percentage 100 --tokenizer_name small", "validation_split_percentage 100"),
     (f"{PREPARE} a.txt --tokenizer_name nowhere", "'nowhere'"),
-    (f"{PREPARE} a.txt --tokenizer_name ./gone", "gone"),
-    (f"{PREPARE} a.txt --tokenizer_name old", "old tokenizer.json"),
     (f"{PREPARE} a.txt --tokenizer_name endless", "endless eos_token"),
     # --- sources of text
-    (f"{PREPARE} 'gone/*.txt' --tokenizer_name small", "gone/"),
     (f"{PREPARE} 'corpus [v2]/*.txt' --tokenizer_name small", "[[]"),
     (f"{PREPARE} empty --tokenizer_name small", "empty"),
-    (f"{PREPARE} run --tokenizer_name small", "run"),  # a run's own files are no text
     (f"{PREPARE} others/a.pdf --tokenizer_name small", "others/a.pdf .jsonl, .csv,"),
-    (f"{PREPARE} 'others/z.*' --tokenizer_name small", "others/z.* .zip (1)"),
-    (f"{PREPARE} others --tokenizer_name small", "others .bin 'others/*.bin'"),  # other programs use the suffix, too
-    (f"{PREPARE} a.txt --dataset_name x --tokenizer_name small", "--train_file --dataset_name"),
-    (f"{PREPARE} a.txt --document_separator= --tokenizer_name small", "document_separator"),
+    # Other programs use the suffix .bin, too.
+    (f"{PREPARE} others --tokenizer_name small", "others .pdf .zip (1) .bin 'others/*.bin'"),
     (f"{PREPARE} a.txt --validation_file . --tokenizer_name small", "--train_file --validation_file"),
     (f"{NAMED} x --validation_file a.txt --tokenizer_name small", "--validation_file --train_file"),
-    (f"{NAMED} ./nowhere --tokenizer_name small", "./nowhere"),
     (f"{NAMED} empty --tokenizer_name small", "dataset empty"),
-    ("recipe/train.py --train_file gone.txt --output_dir new", "gone.txt"),
-    (f"recipe/train.py --train_file a.txt --model_type qwen2 --config_overrides {DENSE}", "qwen2 Qwen2Tokenizer"),
     ("recipe/train.py --train_file others/z.bin --tokenizer_vocab_size 300", "z.bin --tokenizer_name"),
     # --- models
-    (f"{GENERATE} gone", "'gone'"),
     (f"{GENERATE} user/na--me", "'user/na--me'"),
     (f"{GENERATE}=", "empty"),
-    (f"{GENERATE} empty", "empty"),
     (f"{GENERATE} runs", "runs/broken"),
-    (f"{GENERATE} runs/broken", "'runs/broken'"),
-    (
-        f"{GENERATE} hollow",
-        "hollow transformer.h.1.mlp.c_fc.weight",
-    ),  # Transformers would fill them with random numbers
-    (f"{GENERATE} endless", "endless eos_token"),
     (f"{GENERATE} fewer", "fewer 500 400"),
     (f"{GENERATE} small --revision step-001000-0.5B", "--revision small"),
     (f"{EVALUATE} bloom --text_file a.txt", "bloom max_position_embeddings"),
     (f"{EVALUATE} encoder --text_file a.txt", "encoder causal"),
     # --- samples
-    (f"{GENERATE} small --temperature=-1", "temperature -1"),
     (f"{GENERATE} small --temperature 1e-40", "temperature 0.0001 1e-40"),
-    (f"{GENERATE} small --temperature inf", "temperature inf"),
-    (f"{GENERATE} small --top_p 1.5", "top_p 1.5"),
     (f"{GENERATE} small --top_p nan", "top_p nan"),
-    (f"{GENERATE} small --top_k=-1", "top_k -1"),
-    (f"{GENERATE} small --repetition_penalty 0", "repetition_penalty 0"),
     (f"{GENERATE} small --num_samples 0", "num_samples 1 0"),
     # --- scores
     (f"{EVALUATE} small", "--dataset_dir --text_file --tasks"),
-    (f"{EVALUATE} small --text_file gone.txt", "gone.txt"),
     (f"{EVALUATE} small --text_file blank.txt", "blank.txt"),
     (f"{EVALUATE} small --text_file ids.jsonl", "ids.jsonl"),  # which holds token ids
     (f"{EVALUATE} small --text_file a.txt --stride 0", "stride 1 32 0"),
@@ -224,48 +164,36 @@ SCRIPTS = [
     (f"{EVALUATE} small --text_file a.txt --batch_size 0", "batch_size 1 0"),
     (f"{EVALUATE} small --text_file a.txt --output_file no/f.json", "no/f.json --output_file"),
     (f"{EVALUATE} small --text_file a.txt --output_file rows.jsonl", "rows.jsonl --output_file"),
-    (f"{EVALUATE} small --dataset_dir gone", "gone"),
     (f"{EVALUATE} grown --dataset_dir data", "data tokenizer"),
     (f"{EVALUATE} small --tasks hellaswog", "'hellaswog' hellaswag?"),
-    (f"{EVALUATE} small --tasks hellaswag=rows.jsonl", "task.yaml"),
     (f"{EVALUATE} small --tasks lambada_openai,hellaswag", "hellaswag lambada_openai"),  # which cannot be downloaded
     (f"{EVALUATE} small --tasks rows.yaml", "rows.yaml"),
     (f"{EVALUATE} small --checkpoints --text_file a.txt", "small"),
     # --- exports
     (f"{EXPORT} small", "--quantize --prune"),
     (f"{EXPORT} small --prune 1", "--prune 0 1"),
-    (f"{EXPORT} small --quantize int4", "--quantize: 'int4'"),
     (f"{EXPORT} small --prune 0.3", "small --text_file --dataset_dir"),
-    (f"{EXPORT} hollow --prune 0.3 --text_file a.txt", "hollow transformer.h.1.mlp"),
     (f"{EXPORT} small --output_dir small --prune 0.3 --text_file a.txt", "small --output_dir"),
     # --- runs
-    (f"recipe/train.py --config six.yaml --output_dir run {RESUME} auto", "checkpoint-4 4 6 --global_batch_size"),
-    ("recipe/train.py --streaming --train_file a.txt", "--streaming Hub"),
     (f"{STREAM} --dataloader_num_workers 2", "--streaming --dataloader_num_workers"),
     (f"{STREAM} --max_steps -1 --num_train_epochs 1", "--streaming --num_train_epochs --max_steps"),
-    ("scripts/push_to_hub.py gone/far/run --hub_model_id me/tiny", "gone/far/run"),
     ("scripts/push_to_hub.py empty --hub_model_id me/tiny", "empty training_config.yaml"),
     # --- plans and benchmarks
     (f"{PLAN} --gpu a100", "'a100' a100-80gb"),
-    (f"{PLAN} --gpu rtx4900", "'rtx4900' rtx4090?"),
     (f"{PLAN} --gpu t4 --num_gpux 2", "--num_gpux; --num_gpus?"),
     (f"{PLAN} --gpu t4 --num-gpus 0", "num_gpus 0"),  # with hyphens, as all programs
     (f"{PLAN} --gpu t4 --mfu 40", "mfu 1, 40"),
     (f"{PLAN} --gpu t4 --measure", "--gpu"),
     (f"{PLAN} --minutes 1 --max_steps 5", "--minutes --max_steps"),
     (f"{PLAN} --minutes 1 --config gpt2_124m --dataset_dir data", "--minutes muon,"),
-    (f"{PLAN} --minutes 1 --config gpt2_124m_fast", "--dataset_dir"),
-    (f"{PLAN} --gpu h100 --config gpt2_124m --num_gpus 3", "global_batch_size 512 3"),
     (f"{PLAN} --gpu rtx3060 --config gpt2_1558m", "12.5"),
     (f"{PLAN} --gpu h100 --price_per_hour 2", "--max_steps"),
-    (f"{LADDER} --max_steps 0", "max_steps"),
     (f"{LADDER} --rungs flush", "--rungs: 'flush'"),
     (f"{LADDER} --per_device_train_batch_size 3", "divides --global_batch_size"),
     (f"{LADDER} --per_device_train_batch_size 100000 --global_batch_size 100000", "micro-batch of 100000"),
     ("scripts/benchmarks/peers.py nowhere --dataset_dir data", "nowhere"),
     ("scripts/run_ladder.py --config mixture.yaml", "several --dataset_dir"),
     (f"{SWEEP} learning_rat 1", "--learning_rat; --learning_rate?"),
-    (f"{SWEEP} seed 1 --max_stepz 1", "--max_stepz; --max_steps?"),
     (f"{SWEEP} seed,optim 1,muon 2", "2 seed,optim"),
     (f"{SWEEP} seed 1 --chart_file a.png", "--chart_file --eval_steps"),
     (f"{SWEEP} seed 1 --output_file sweep.json", "sweep.json --output_file"),
@@ -291,7 +219,6 @@ def place(tmp_path_factory, dataset_dir, other, tokenizer_dir) -> Path:
 def make_texts(place: Path) -> None:
     (place / "a.txt").write_text("the cat")
     (place / "blank.txt").write_text(" \n ")
-    (place / "bytes.txt").write_bytes(b"\xff")
     (place / "rows.jsonl").write_text('{"text": "x"}\n')
     (place / "ids.jsonl").write_text('{"text": [1, 2]}\n')
     (place / "mixture.yaml").write_text("dataset_dir: [data, other]\n")
@@ -340,26 +267,16 @@ def make_models(place: Path, tokenizer_dir: Path) -> None:
     (place / "bare").mkdir()
     for name in ("config.json", "model.safetensors"):
         shutil.copy(small / name, place / "bare")
-    (place / "old").mkdir()
-    for name in ("vocab.json", "merges.txt"):  # what remains of a GPT-2 tokenizer of old
-        (place / "old" / name).write_text("{}")
     (place / "runs" / "broken").mkdir(parents=True)
     (place / "runs" / "broken" / "config.json").write_text("{}")
     (place / "empty").mkdir()
 
 
 def make_runs() -> None:
-    """Train a run with two checkpoints, and damage copies of it."""
-    run_training([*default_arguments(Path("data"), Path("run"), TINY), "--save_steps", 2, "--max_eval_samples", 4])
-    options = yaml.safe_load(Path("run", "training_config.yaml").read_text())
-    Path("six.yaml").write_text(yaml.safe_dump(options | {"global_batch_size": 6}))
-    shutil.copytree("run", "junk")
-    for step in (2, 4):
-        Path("junk", f"checkpoint-{step}", "optimizer.pt").write_bytes(b"junk")
-    for name in ("optimizer.pt", "rng.pt", "training_state.json", "model.safetensors"):  # of another version, say
-        checkpoint = shutil.copytree("run/checkpoint-4", Path(f"unknown-{name}", "checkpoint-4"))
-        (checkpoint / name).write_bytes(b'{"step": 4}')
-        reseal(checkpoint)
+    """Train a run, and damage its checkpoint."""
+    run_training([*default_arguments(Path("data"), Path("damaged"), TINY), "--save_steps", 4, "--max_eval_samples", 4])
+    Path("damaged", "checkpoint-4", "optimizer.pt").write_bytes(b"of another version, say")
+    reseal(Path("damaged", "checkpoint-4"))
 
 
 @pytest.fixture
@@ -370,11 +287,6 @@ def in_place(place, monkeypatch) -> None:
 @pytest.mark.parametrize(("options", "names"), OPTIONS)
 def test_options_that_cannot_work(in_place, options, names):
     check_refusal(f"{TRAIN} {options}", names)
-
-
-@pytest.mark.parametrize(("model_type", "overrides", "names"), MODEL_TYPES)
-def test_model_types_that_cannot_be_trained(in_place, model_type, overrides, names):
-    check_refusal(f"{TRAIN} --model_type {model_type} --config_overrides {overrides}", names)
 
 
 @pytest.mark.parametrize(("options", "names"), STARTS)
@@ -388,16 +300,16 @@ def test_commands_of_scripts_that_cannot_work(in_place, command, names):
     check_refusal(command, names)
 
 
-OF_A_MODEL = [
-    f"{GENERATE} custom",
-    f"{EVALUATE} custom --text_file a.txt",
-    f"{EXPORT} custom --prune 0.3 --text_file a.txt",
-    f"{TRAIN} --model_name_or_path custom",
-    "recipe/train.py --model_name_or_path custom --train_file a.txt",
-]
-
-
-@pytest.mark.parametrize("command", OF_A_MODEL)
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"{GENERATE} custom",
+        f"{EVALUATE} custom --text_file a.txt",
+        f"{EXPORT} custom --prune 0.3 --text_file a.txt",
+        f"{TRAIN} --model_name_or_path custom",
+        "recipe/train.py --model_name_or_path custom --train_file a.txt",
+    ],
+)
 def test_the_code_that_a_model_brings_is_not_run(in_place, monkeypatch, command):
     """Nobody is asked whether to run it."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
@@ -410,24 +322,13 @@ def test_the_code_that_a_model_brings_is_not_run(in_place, monkeypatch, command)
 @pytest.mark.parametrize(
     ("module", "command", "names"),
     [
-        (
-            "bitsandbytes.optim",
-            "recipe/train.py --dataset_dir gone --optim adamw_bnb_8bit --learning_rate 1e-3",
-            ".[adamw_8bit]",
-        ),
+        ("bitsandbytes.optim", f"{TRAIN} --optim adamw_bnb_8bit --learning_rate 1e-3", ".[adamw_8bit]"),
         ("bitsandbytes", f"{EXPORT} small --quantize int8", ".[quantize]"),
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(in_place, monkeypatch, module, command, names):
     monkeypatch.setitem(sys.modules, module, None)
     check_refusal(command, names)
-
-
-FOUR = {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-FOUR |= {"MASTER_ADDR": "node0", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}
-MPI = {"PMI_SIZE": "2", "PMI_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_LOCAL_RANK": "1"}
-GONE = f"{TRAIN} --output_dir gone/run {RESUME} gone/checkpoint-1"
-ALONE = ("prepare_data", "train_tokenizer", "generate_text", "export_model", "push_to_hub", "plan_run", "run_ladder")
 
 
 @pytest.mark.parametrize(
@@ -442,20 +343,26 @@ def test_launcher_variables_that_do_not_fit_together(in_place, monkeypatch, vari
     """Those that fit together change nothing: the run is refused for its checkpoint."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    check_refusal(GONE, names)
+    check_refusal(f"{TRAIN} --output_dir gone/run {RESUME} gone/checkpoint-1", names)
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_a_script_answers_a_mistake_whatever_the_rank(in_place, monkeypatch, name):
-    for variable, value in (FOUR | MPI).items():
+@pytest.mark.parametrize(
+    "name",
+    ["prepare_data", "train_tokenizer", "generate_text", "export_model", "push_to_hub", "plan_run", "run_ladder"],
+)
+def test_a_script_answers_a_mistake_at_once_whatever_the_rank(in_place, monkeypatch, name):
+    """It is one process, so it forgets the launcher."""
+    for variable, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(variable, value)
+    waits = []
+    monkeypatch.setattr("time.sleep", waits.append)
     check_refusal(f"scripts/{name}.py --optoin", "")
+    assert waits == [0]
 
 
-@pytest.mark.parametrize("path", ["~", "~/a b", "$HOME/*.txt"])
-def test_a_home_folder_that_is_unknown(in_place, monkeypatch, path):
+def test_a_home_folder_that_is_unknown(in_place, monkeypatch):
     monkeypatch.setattr("os.path.expanduser", lambda text: text)
-    check_refusal(f"recipe/train.py --train_file '{path}'", f"{path} HOME")
+    check_refusal("recipe/train.py --train_file '~/a b'", "~/a HOME")
 
 
 def test_too_little_text_for_a_step_of_the_bare_loop(in_place, monkeypatch):

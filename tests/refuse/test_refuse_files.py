@@ -37,27 +37,19 @@ def rows(column: str, *values: object) -> str:
 
 
 IDS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 5001).astype("<u2")
-
-
 TEXTS = [  # file, content -> what the answer names
     ("blank.txt", " \n\t\r\n", "blank.txt"),
-    ("none.csv", "text\n", "none.csv"),
     ("blank.jsonl", rows("text", "", None), "blank.jsonl"),
     ("body.jsonl", '{"body": "x", "id": 1}\n', "body.jsonl 'text' --text_column_name 'body'"),
     ("chat.jsonl", '{"messages": [{"role": "user"}]}\n', "chat.jsonl 'text' messages dialogs recipe/data/README.md"),
     ("text.csv", f"{'a sentence ' * 10},2\n1,2\n", "text.csv --text_column_name line"),
-    ("columns.csv", "a,b\nhello,2\n", "columns.csv --text_column_name 'a' line"),
-    ("cut.jsonl", "{", "cut.jsonl 1"),
     ("one.jsonl", rows("text", "word " * 900), "one.jsonl --validation_file, --document_separator"),
     # --- token ids
     ("a.jsonl", rows("text", *20 * [[7], [7, VOCAB_SIZE]]), f"{VOCAB_SIZE} tokenizer"),
-    ("a.jsonl", rows("text", *20 * [[7], [7, 70_000]]), "70000 tokenizer"),  # as uint16 it would be 4464
     ("a.jsonl", rows("text", *20 * [[7], [7, -5]]), "-5 tokenizer"),
     ("a.jsonl", rows("text", *20 * [[7], [8], [9], "a", "b", "c"]), "text ids"),
     ("a.bin", IDS.tobytes()[:-1], "a.bin 10,001"),
     ("a.bin", IDS.astype("<u4").tobytes(), "a.bin uint16"),
-    ("a.bin", IDS.astype("<i8").tobytes(), "a.bin uint16"),
-    ("a.bin", shard_of(IDS, magic=20240801), "a.bin 20240801 20240520"),
     ("a.bin", shard_of(IDS, version=2), "a.bin 2; 1,"),
     ("a.bin", shard_of(IDS, count=9999), "a.bin 9,999 21,022 11,026"),
     ("a.bin", shard_of(IDS + np.uint16(VOCAB_SIZE)), f"{VOCAB_SIZE} tokenizer"),
@@ -76,20 +68,12 @@ RECIPES = [  # content -> what the answer names
     ("- a\n- b", "mine.yaml options"),
     ("a: " + "[" * 5000, "mine.yaml YAML"),
     ("lerning_rate: 1", "mine.yaml 'lerning_rate' learning_rate?"),
-    ("config: demo", "'config'"),
-    ("bf16: true\nmixed_precision: fp16", "mine.yaml mixed_precision"),
-    ("seed: !!bool x", "mine.yaml YAML"),
-    ("tf32: sure", "mine.yaml tf32 'sure'"),
     ("dataset_weights: [a]", "mine.yaml dataset_weights 'a'"),
     ("seed: 1.5", "mine.yaml seed '1.5'"),
-    ("tokenizer_vocab_size: 256", "tokenizer_vocab_size 257"),  # the bytes and the end-of-text token
-    ("learning_rate: [1]", "learning_rate single"),
     ("config_overrides: 3", "config_overrides n_layer=4"),
     ("max_steps: null", "--max_steps, --num_train_epochs --max_minutes"),
-    ("max_steps: 40\nnum_train_epochs: 0.5", "mine.yaml max_steps num_train_epochs"),
     ("hub_language: [en, null]", "mine.yaml hub_language"),
     ("optim: muon", "optim muon learning_rate 0.0006 adamw_torch_fused"),
-    ("optim: --", "mine.yaml optim '--' muon"),
     ("seed:", "seed"),
 ]
 
@@ -101,15 +85,20 @@ def test_recipes_that_mean_nothing(content, names):
 
 
 HARMLESS = {  # what every published recipe may hold, and what a run understands
-    **{"seed": 7, "block_size": 64, "config_overrides": {"n_layer": 3}, "max_steps": 9, "learning_rate": 1.0e-3},
-    **{"dataset_name": "jo/corpus", "dataset_split": "train", "tokenizer_name": "jo/tokenizer"},
+    "seed": 7,
+    "block_size": 64,
+    "config_overrides": {"n_layer": 3},
+    "max_steps": 9,
+    "learning_rate": 1.0e-3,
+    "dataset_name": "jo/corpus",
+    "dataset_split": "train",
+    "tokenizer_name": "jo/tokenizer",
     "expected_loss": {"value": 3.0, "tolerance": 0.1, "tokens": 100, "dataset": "jo/corpus", "source": "three seeds"},
 }
-PRIVATE = {
-    *("output_dir", "run_name", "cache_dir", "resume_from_checkpoint", "report_to", "profile"),
-    *("sample_prompt", "push_to_hub", "hub_model_id", "hub_strategy", "hub_overwrite", "hub_private_repo"),
-    *("hub_license", "hub_language"),
-}
+PRIVATE = """
+    output_dir run_name cache_dir resume_from_checkpoint report_to profile sample_prompt push_to_hub hub_model_id
+    hub_strategy hub_overwrite hub_private_repo hub_license hub_language
+"""
 HOSTILE = [  # the text of a recipe from the Hub -> what the answer names
     ("{push_to_hub: true, hub_model_id: a/b, train_file: /etc/passwd}", "hub_model_id, push_to_hub, train_file"),
     ("train_file: !!set {a, b}", "train_file"),
@@ -133,11 +122,10 @@ def test_recipes_from_the_hub(published, content, names):
     check_refusal("recipe/train.py --config hf://jo/run", f"hf://jo/run {names}")
 
 
-@pytest.mark.parametrize("name", sorted(PRIVATE))
+@pytest.mark.parametrize("name", PRIVATE.split())
 def test_a_recipe_from_the_hub_sets_no_private_option(published, name):
-    """A recipe that sets a private option is refused, and the option is named, whatever its value."""
-    value = {"push_to_hub": True, "hub_overwrite": True, "profile": 3}.get(name, "mine/precious")
-    published(yaml.safe_dump(HARMLESS | {name: value}))
+    """A recipe that sets a private option is refused, and the option is named."""
+    published(yaml.safe_dump(HARMLESS | {name: "mine/precious"}))
     check_refusal("recipe/train.py --config hf://jo/run", f"hf://jo/run {name}; training_config.yaml")
 
 
@@ -146,11 +134,6 @@ def test_a_recipe_from_the_hub_is_obeyed_in_what_is_public(published):
     config = command_line.load_config(["--config", "hf://jo/run"])[0]
     assert {name: getattr(config, name) for name in HARMLESS} == HARMLESS
     assert not {*PATHS} & {*PUBLIC_OPTIONS}
-
-
-def test_texts_of_a_recipe_from_the_hub_cannot_control_the_terminal(published):
-    published(yaml.safe_dump(HARMLESS | {"config_overrides": {"\x1b[2J": 1}}))
-    check_refusal("recipe/train.py --config hf://jo/run", r"config_overrides \x1b")
 
 
 def test_a_message_quotes_the_beginning_of_a_long_value(published):
@@ -165,18 +148,13 @@ def test_a_message_quotes_the_beginning_of_a_long_value(published):
 @pytest.mark.parametrize(
     ("name", "value", "is_taken"),
     [
-        ("train_file", "/etc/passwd", False),
-        ("train_file", ["a/b"], False),
         ("train_file", [MISSING], True),
         ("dataset_dir", [MISSING, "runs/data"], False),
         ("dataset_dir", [MISSING, MISSING], True),
         ("dataset_name", "jo/corpus", True),
-        ("dataset_name", "python_standard_library", True),
         ("model_name_or_path", "here/model", False),  # a folder on this machine
         ("model_name_or_path", "jo/model", True),
-        ("tokenizer_name", MISSING, True),
         ("document_separator", "---", False),
-        ("validation_file", [MISSING], True),
     ],
 )
 def test_a_recipe_from_the_hub_names_data_and_models_of_the_hub_only(name, value, is_taken):
