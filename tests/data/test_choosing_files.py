@@ -210,15 +210,14 @@ def test_the_identity_covers_every_option_and_file(tmp_path):
 # ------------------------------------------------------------------ datasets with a card
 
 
-@pytest.mark.parametrize("place", ["absolute", "../other/secret.jsonl"])
-def test_a_card_does_not_read_files_outside_of_its_dataset(here, place):
+def test_a_card_does_not_read_files_outside_of_its_dataset(here):
     """A stranger has written it."""
     for folder in ("mine", "other"):
         Path(folder).mkdir()
     write_jsonl(Path("mine", "a.jsonl"), ["own text"])
-    secret = write_jsonl(here / "other" / "secret.jsonl", ["secret"])
+    write_jsonl(Path("other", "secret.jsonl"), ["secret"])
     card = "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: {}\n---\n"
-    Path("mine", "README.md").write_text(card.format(secret if place == "absolute" else place))
+    Path("mine", "README.md").write_text(card.format("../other/secret.jsonl"))
     with pytest.raises(UserError, match=r"outside of it: .*secret\.jsonl"):
         list_units(TextSource(dataset_name="mine"))
     datasets.Dataset.from_dict({"text": ["x"]}).save_to_disk("saved")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import BLOCK_SIZE
 
-from recipe.data.batches import TrainBatches, TrainOrder, example_rows, iterate_validation, read_rows, row_shift
+from recipe.data.batches import TrainBatches, TrainOrder, example_rows, read_rows, row_shift
 from recipe.data.mixture import open_datasets, order_of, split_examples, whole_shares
 from recipe.data.packed import PackedSplit, Stretch, open_packed_dataset
 from recipe.errors import UserError
@@ -135,18 +135,6 @@ def test_an_id_beyond_the_vocabulary_is_refused(wide_split):
     split = PackedSplit("wide", wide_split.stretches, 8, highest)
     with pytest.raises(UserError, match=str(highest)):
         next(read_rows(split, order, CPU))
-
-
-@pytest.mark.parametrize(("batch_size", "num_processes"), [(1, 1), (3, 1), (4, 2), (5, 3), (64, 2)])
-def test_validation_takes_each_row_once(dataset, batch_size, num_processes):
-    """Every process has the same number of batches of one shape, and the rows that count are the split, each once."""
-    split, processes = dataset.validation, range(num_processes)
-    batches = [list(iterate_validation(split, len(split), batch_size, rank, num_processes)) for rank in processes]
-    assert len(set(map(len, batches))) == 1
-    pairs = list(itertools.chain(*batches))
-    assert {len(rows) for rows, _ in pairs} == {batch_size}
-    found = np.concatenate([rows[:num_real] for rows, num_real in pairs])
-    assert sorted(found.tolist()) == sorted(split[np.arange(len(split))].tolist())
 
 
 # ------------------------------------------------------------------ mixtures

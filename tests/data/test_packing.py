@@ -83,15 +83,6 @@ def test_token_ids_are_packed_like_their_text(tmp_path, small_units, documents, 
         np.testing.assert_array_equal(ids_in(tmp_path / "text", split), ids_in(tmp_path / "ids", split))
 
 
-def test_a_document_ends_once(tmp_path, tokenizer):
-    """Ids that already end with the end-of-text id get no second one."""
-    end = tokenizer.eos_token_id
-    rows = [[5, 6], [7, 8, end], [9, end, end]]
-    source = TextSource((write_jsonl(tmp_path / "a.jsonl", rows),), (write_jsonl(tmp_path / "b.jsonl", [[1, 2]]),))
-    prepare_dataset(source, tmp_path / "d", tokenizer)
-    assert ids_in(tmp_path / "d", "train").tolist() == [5, 6, end, 7, 8, end, 9, end, end]
-
-
 @pytest.mark.parametrize("has_file", [False, True])
 @pytest.mark.parametrize("last", [10, 3])
 def test_blocks_of_one_length_are_a_stream(tmp_path, tokenizer, has_file, last):

@@ -13,7 +13,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import KINDS, read, texts_of, write_jsonl, write_parquet, write_text
+from corpora import KINDS, read, texts_of, write_jsonl, write_text
 from helpers import make_documents
 
 from recipe.config import STANDARD_LIBRARY
@@ -44,23 +44,30 @@ def test_documents_come_out_of_each_kind_of_file_unchanged(tmp_path, kind, compr
     assert list(read_texts([str(path)], "body", "<sep>")) == documents
 
 
-PARQUET = io.BytesIO()
-pq.write_table(pa.table({"text": ["good"] * 99}), PARQUET)
+def parquet_of(table: pa.Table) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(table, file)
+    return file.getvalue()
+
+
+PARQUET = parquet_of(pa.table({"text": ["good"] * 99}))
 ODD_FILES = {
     "bom.txt": (BOM + b"file a\r\n\n\nend", ["file a\r\n\n\nend"]),
     "bom.jsonl": (BOM + GOOD + b"\r\n \r\n" + GOOD, ["good", "good"]),
     "bom.json": (BOM + b' [{"text": "one"}, {"text": "two"}]', ["one", "two"]),
     "bom.csv": (BOM + b"text\none\n", ["one"]),
     "constants.jsonl": (b'{"text": "one", "n": NaN}', ["one"]),
-    "surrogates.jsonl": (b'{"text": "a\\ud800b \\ud83d\\ude00"}', ["a\ufffdb \U0001f600"]),
+    # They are valid JSON, so no other encoding would help.
+    "escaped.jsonl": (
+        b'{"text": "a\\ud800b \\ud83d\\ude00%s"}' % (b"\\u0000" * 50),
+        ["a\ufffdb \U0001f600" + "\ufffd" * 50],
+    ),
     "blank.jsonl": (b'{"text": null}\n{"text": ""}\n{"text": " \\n"}\n' + GOOD, ["good"]),
-    "blank.txt": (b" \n\t\r\n", []),
-    "index.csv": (b",text\n0,one\n1,two\n", ["one", "two"]),  # as pandas writes it
     "quoted.csv": (b'text\n"one, ""two""\nthree"\n\nfour\n', ['one, "two"\nthree', "four"]),
-    "empty.csv": (b"text\n", []),
+    "empty.parquet": (parquet_of(pa.table({"x": pa.array([], pa.string())})), []),  # as Spark writes it
     "zeros.txt.gz": (gzip.compress(b"text") + bytes(99), ["text"]),  # as on a tape
     "\udce9.jsonl.zst": (pa.compress(GOOD, "zstd", asbytes=True), ["good"]),  # a name that is not UTF-8
-    "\udce9.parquet": (PARQUET.getvalue(), ["good"] * 99),
+    "\udce9.parquet": (PARQUET, ["good"] * 99),
 }
 
 
@@ -105,9 +112,10 @@ BAD_FILES = {
     "utf16.jsonl": GOOD + GOOD.decode().encode("utf-16-le"),
     "cut.jsonl.gz": gzip.compress(GOOD * 99_999)[:-20],
     "cut.jsonl.xz": lzma.compress(GOOD * 99_999)[:-20],
-    "cut.txt.gz": gzip.compress(GOOD * 99_999)[:-20],
     "none.jsonl.bz2": GOOD,
-    "half.parquet": PARQUET.getvalue()[:99],
+    "half.parquet": PARQUET[:99],
+    "repeated.csv": b"text,text\nx,y\n",
+    "repeated.parquet": parquet_of(pa.Table.from_arrays([pa.array(["x"])] * 2, ["text", "text"])),
     "open.csv": b'text\ngood\n"two\n' + b"more\n" * 90,  # nobody knows where the next row begins
     "after.csv": b'text\ngood\n"one" two\nthree\n',
 }
@@ -163,45 +171,36 @@ def test_a_bad_row_is_named_by_its_place_in_the_file(tmp_path, small_units):
         list(read_unit(source, last, Report()))
 
 
-KINDS_OF_TEXT = ["txt", "md.gz", "separated.txt", "separated.md.gz", "csv", "jsonl", "json", "parquet"]
-KINDS_OF_TEXT += ["binary.parquet"]
+# Suffix of a file -> its content, of pages that may not be UTF-8.
+KINDS_OF_PAGES = {
+    "txt": b"".join,
+    "md.gz": lambda pages: gzip.compress(b"".join(pages)),
+    "separated.txt": b"<sep>".join,
+    "separated.md.gz": lambda pages: gzip.compress(b"<sep>".join(pages)),
+    "csv": lambda pages: b"text\n" + b"".join(b'"%s"\n' % page for page in pages),
+    "jsonl": lambda pages: b"".join(b'{"text": "%s"}\n' % page for page in pages),
+    "json": lambda pages: b'[{"text": "%s"}]' % b'"}, {"text": "'.join(pages),
+    "parquet": lambda pages: parquet_of(pa.table({"text": pa.array(pages, pa.binary()).view(pa.string())})),
+    "binary.parquet": lambda pages: parquet_of(pa.table({"text": pa.array(pages, pa.binary())})),
+}
 
 
-def write_pages(path: Path, pages: list[bytes], separator: str | None) -> None:
-    """Write pages that may not be UTF-8."""
-    kind, content = path.name.removeprefix("a."), (separator or "").encode().join(pages)
-    quoted = [
-        page.replace(b'"', b'""' if kind == "csv" else b'\\"').replace(b"\n", b"\n" if kind == "csv" else b"\\n")
-        for page in pages
-    ]
-    if kind == "csv":
-        content = b"text\n" + b"".join(b'"%s"\n' % page for page in quoted)
-    elif kind.startswith("json"):
-        content = b"".join(b'{"text": "%s"}\n' % page for page in quoted)
-        content = b"[%s]" % content.strip().replace(b"}\n{", b"},{") if kind == "json" else content
-    path.write_bytes(gzip.compress(content) if kind.endswith("gz") else content)
-    if kind.endswith("parquet"):
-        column = pa.array(pages, pa.binary())
-        pq.write_table(pa.table({"text": column if kind.startswith("binary") else column.view(pa.string())}), path)
-
-
-@pytest.mark.parametrize("kind", KINDS_OF_TEXT)
+@pytest.mark.parametrize("kind", KINDS_OF_PAGES)
 def test_few_bytes_that_are_not_utf8_are_replaced_and_many_are_another_encoding(tmp_path, small_units, kind):
     """In every kind of file, without an option. NULs are such bytes."""
-    separator = "<sep>" if kind.startswith("separated") else None
-    documents = ["".join(make_documents(30, seed)) for seed in range(2)]
-    pages = [documents[0].encode().replace(b"cat", b"c\xe4t", 3), documents[1].encode().replace(b"cat", b"c\0t", 2)]
-    expected = documents[0].replace("cat", "c\ufffdt", 3), documents[1].replace("cat", "c\ufffdt", 2)
-    write_pages(tmp_path / f"a.{kind}", pages, separator)
-    source, report = TextSource((str(tmp_path / f"a.{kind}"),), document_separator=separator), Report()
-    assert "".join(texts_of(source, report=report)) == "".join(expected)
+    path, separator = tmp_path / f"a.{kind}", "<sep>" if kind.startswith("separated") else None
+    first, second = ("".join(make_documents(30, seed)).replace("\n", " ") for seed in range(2))
+    pages = [first.encode().replace(b"cat", b"c\xe4t", 3), second.encode().replace(b"cat", b"c\0t", 2)]
+    path.write_bytes(KINDS_OF_PAGES[kind](pages))
+    source, report = TextSource((str(path),), document_separator=separator), Report()
+    expected = first.replace("cat", "c\ufffdt", 3) + second.replace("cat", "c\ufffdt", 2)
+    assert "".join(texts_of(source, report=report)) == expected
     assert (report[REPLACED], report[SKIPPED]) == (5, 0)
-    few = [page.decode(errors="replace").replace("\ufffd", "").replace("\0", "").encode() for page in pages]
     short = [b"Stra\xdfe %d" % number for number in range(99)]  # each row has one
-    for latin in ([few[0], "\xfcber Stra\xdfe ".encode("latin-1") * 99], short):
-        write_pages(tmp_path / f"a.{kind}", latin, separator)
+    for latin in ([first.encode(), "\xfcber Stra\xdfe ".encode("latin-1") * 99], short):
+        path.write_bytes(KINDS_OF_PAGES[kind](latin))
         with pytest.raises(UserError, match=rf"a\.{kind}.* iconv"):
-            read(TextSource((str(tmp_path / f"a.{kind}"),), document_separator=separator))
+            read(TextSource((str(path),), document_separator=separator))
 
 
 def test_bad_bytes_are_those_of_the_file_wherever_they_are(tmp_path):
@@ -211,14 +210,6 @@ def test_bad_bytes_are_those_of_the_file_wherever_they_are(tmp_path):
     report = Report()
     assert "\ufffd" * 20 in texts_of(TextSource((str(tmp_path),)), "validation", report)[0]
     assert report[REPLACED] == 20
-
-
-def test_nuls_and_half_surrogates_that_json_escapes_are_replaced(tmp_path):
-    """They are valid JSON, so no other encoding would help."""
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a%s\\ud800"}\n' % (b"\\u0000" * 50))
-    report = Report()
-    assert texts_of(TextSource((str(tmp_path),)), report=report) == ["a" + "\ufffd" * 51]
-    assert report == {REPLACED: 51}
 
 
 def test_a_separator_that_does_not_occur_costs_no_memory_and_little_reading(tmp_path, monkeypatch):
@@ -236,10 +227,8 @@ def test_a_separator_that_does_not_occur_costs_no_memory_and_little_reading(tmp_
 # ------------------------------------------------------------------ rows that are no text
 
 COLUMNS = [
-    ('{"messages": [{"role": "user", "content": "x"}], "id": "1"}', "messages .*'Dialogs' in recipe/data/README.md"),
     ('{"data": {"text": "x"}, "id": 1}', r"data\.text .* column of its own"),
     ('{"text": [{"role": "user", "content": "x"}]}', "'text' holds dialogs; .*'Dialogs'"),
-    ('{"body": "x", "id": 1}', "--text_column_name 'body'"),
     ('{"id": 1}', "without any other text"),
 ]
 
@@ -254,21 +243,6 @@ def test_the_column_that_has_the_text_is_named(tmp_path, row, expected, kind):
     source = TextSource((str(path),))
     with pytest.raises(UserError, match=expected):
         read_sample(source, list_units(source))
-
-
-def test_a_repeated_column_is_refused(tmp_path):
-    pq.write_table(pa.Table.from_arrays([pa.array(["x"])] * 2, ["text", "text"]), tmp_path / "a.parquet")
-    write_text(tmp_path / "a.csv", "text,text\nx,y\n")
-    for kind in ("parquet", "csv"):
-        with pytest.raises(UserError, match=rf"a\.{kind} has 2 columns named 'text'"):
-            read(TextSource((str(tmp_path / f"a.{kind}"),)))
-
-
-def test_an_empty_part_of_parquet_holds_no_text(tmp_path):
-    """As Spark writes it, without the column."""
-    pq.write_table(pa.table({"x": pa.array([], pa.string())}), tmp_path / "a.parquet")
-    write_parquet(tmp_path / "b.parquet", ["text"])
-    assert texts_of(TextSource((str(tmp_path),))) == ["text"]
 
 
 # ------------------------------------------------------------------ rows of token ids
