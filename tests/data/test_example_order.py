@@ -79,11 +79,12 @@ def wide_split(tmp_path_factory):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_batches_are_the_rows_of_the_order(wide_split, num_workers):
     """Inputs and targets are int64, shifted by one, in the same order for every number of workers."""
-    order = TrainOrder(len(wide_split), 1, 96, 48, shift_below=8)
-    batches = TrainBatches(read_rows(wide_split, order, CPU, num_workers), CPU)
-    for indices in itertools.islice(order, 2 * len(wide_split) // 48 + 2):  # more than two epochs
+    split = PackedSplit.joined([wide_split, wide_split])  # as of a mixture
+    order = TrainOrder(len(split), 1, 96, 48, shift_below=8)
+    batches = TrainBatches(read_rows(split, order, CPU, num_workers), CPU)
+    for indices in itertools.islice(order, 2 * len(split) // 48 + 2):  # more than two epochs
         inputs, targets = next(batches)
-        rows = torch.from_numpy(wide_split[indices])
+        rows = torch.from_numpy(split[indices])
         assert inputs.dtype == targets.dtype == torch.int64 and batches.position is None
         assert torch.equal(inputs, rows[:, :-1]) and torch.equal(targets, rows[:, 1:])
     batches.close()

@@ -49,10 +49,6 @@ def test_the_only_weight_is_the_dataset_alone(train, tmp_path, dataset_dir, othe
     assert event["mixture"]["other"]["loss"] != event["loss"]
 
 
-def test_a_mixture_is_one_run_whoever_reads_its_rows(train, weighted, mixed):
-    assert result_of(train(*weighted, "--dataloader_num_workers", 2)) == result_of(mixed)
-
-
 def test_a_mixture_resumes_only_with_its_datasets_in_their_order(train, weighted, both):
     """Shares of 3 and 7 are those of 0.3 and 0.7."""
     train(*weighted)

@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import lzma
-from pathlib import Path
 
 import datasets
 import psutil
@@ -57,11 +56,9 @@ ODD_FILES = {
     "bom.json": (BOM + b' [{"text": "one"}, {"text": "two"}]', ["one", "two"]),
     "bom.csv": (BOM + b"text\none\n", ["one"]),
     "constants.jsonl": (b'{"text": "one", "n": NaN}', ["one"]),
-    # They are valid JSON, so no other encoding would help.
-    "escaped.jsonl": (
-        b'{"text": "a\\ud800b \\ud83d\\ude00%s"}' % (b"\\u0000" * 50),
-        ["a\ufffdb \U0001f600" + "\ufffd" * 50],
-    ),
+    "surrogates.jsonl": (b'{"text": "a\\ud800b \\ud83d\\ude00"}', ["a\ufffdb \U0001f600"]),
+    # Valid JSON, so no other encoding would help.
+    "zeros.jsonl": (b'{"text": "%s"}' % (b"\\u0000" * 50), ["\ufffd" * 50]),
     "blank.jsonl": (b'{"text": null}\n{"text": ""}\n{"text": " \\n"}\n' + GOOD, ["good"]),
     "quoted.csv": (b'text\n"one, ""two""\nthree"\n\nfour\n', ['one, "two"\nthree', "four"]),
     "empty.parquet": (parquet_of(pa.table({"x": pa.array([], pa.string())})), []),  # as Spark writes it

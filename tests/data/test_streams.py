@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from corpora import start_program, write_jsonl
+from corpora import encode_plainly, start_program, write_jsonl
 from helpers import BLOCK_SIZE, PLAIN, TINY, launch, make_documents, read_weights, values_of
 from hub_repository import File, Repository
 
@@ -26,9 +26,7 @@ from recipe.command_line import load_config
 from recipe.data.batches import TrainBatches, TrainOrder, row_shift
 from recipe.data.cache import open_dataset_for
 from recipe.data.pack import Encoding, Job
-from recipe.data.packed import PackedSplit, list_stretches
-from recipe.data.prepare import prepare_dataset
-from recipe.data.read import list_units
+from recipe.data.read import Report, list_units, read_unit
 from recipe.data.source import TextSource
 from recipe.data.stream import TextStream, open_stream, read_stream
 from recipe.errors import UserError
@@ -59,14 +57,13 @@ def source(text, small_units):
 
 
 @pytest.fixture
-def unit_rows(tmp_path, source, tokenizer):
+def unit_rows(source, tokenizer_dir):
     """The training rows of each unit, as they would be alone."""
-    made = prepare_dataset(source, tmp_path / "d", tokenizer, num_workers=1)
-    rows, stretches = [], list_stretches(tmp_path / "d", made, "train")
-    for number in range(len(list_units(source))):
-        own = [stretch for stretch in stretches if stretch.path.endswith(f"train-{number:05d}.bin")]
-        split = PackedSplit("d", own, BLOCK_SIZE, made["vocab_size"])
-        rows.append(list(map(tuple, split[np.arange(len(split))].tolist())) if len(split) else [])
+    rows = []
+    for unit in list_units(source):
+        texts = [text for split, text in read_unit(source, unit, Report()) if split == "train"]
+        ids = encode_plainly(tokenizer_dir, texts)
+        rows.append([tuple(ids[i : i + BLOCK_SIZE + 1]) for i in range(0, len(ids) - BLOCK_SIZE, BLOCK_SIZE)])
     counts = list(map(len, rows))
     assert len(counts) > 10 and 0 in counts and max(counts) > 6
     return rows
