@@ -157,7 +157,8 @@ def test_a_file_that_could_not_be_read_is_read_again(old_file, monkeypatch):
 @pytest.mark.parametrize("has_home", [True, False])
 def test_digests_are_remembered_in_the_home_folder_if_there_is_one(tmp_path, old_file, monkeypatch, has_home):
     """A numeric user of a container has neither an account nor HOME."""
-    expected, home = content_of(old_file), tmp_path / "home"
+    expected = content_of(old_file)
+    home = tmp_path / "home"
     home.mkdir()
     monkeypatch.chdir(home)
     monkeypatch.setattr(files, "cache_dir", recipe.environment.cache_dir)
@@ -186,9 +187,11 @@ def test_an_edit_of_one_byte_anywhere_in_a_file_is_another_text(old_file, positi
 
 
 def test_the_identity_covers_every_option_and_file(tmp_path):
-    a, b = write_jsonl(tmp_path / "a.jsonl", ["x"]), write_jsonl(tmp_path / "b.jsonl", ["y"])
+    a = write_jsonl(tmp_path / "a.jsonl", ["x"])
+    b = write_jsonl(tmp_path / "b.jsonl", ["y"])
     same_bytes = shutil.copy(a, tmp_path / "a.txt")  # read differently
-    base, on_hub = TextSource((a,)), TextSource(dataset_name="org/data")
+    base = TextSource((a,))
+    on_hub = TextSource(dataset_name="org/data")
     sources = [
         base,
         TextSource((b,)),

@@ -1,5 +1,6 @@
 """The order of examples is a pure function of (seed, dataset), for any micro-batch and number of processes."""
 
+import contextlib
 import itertools
 
 import numpy as np
@@ -56,7 +57,8 @@ def test_a_step_is_the_next_examples_for_any_batch_shape(micro_batch_size, num_p
     """For any micro-batch, number of processes and first example, so a position is one integer."""
     whole = example_rows(np.arange(first + 48), 50, 5)
     orders = [TrainOrder(50, 5, 12, micro_batch_size, first, rank, num_processes) for rank in range(num_processes)]
-    iterators, micro_steps = list(map(iter, orders)), 12 // micro_batch_size // num_processes
+    iterators = list(map(iter, orders))
+    micro_steps = 12 // micro_batch_size // num_processes
     for start in range(first, first + 48, 12):
         found = np.concatenate([next(order) for order in iterators for _ in range(micro_steps)])
         assert sorted(found.tolist()) == sorted(whole[start : start + 12].tolist())
@@ -68,7 +70,8 @@ def test_a_step_is_the_next_examples_for_any_batch_shape(micro_batch_size, num_p
 @pytest.fixture(scope="module")
 def wide_split(tmp_path_factory):
     """Rows of two units, with ids of 16 bits. One row begins in the first and ends in the second."""
-    folder, stretches = tmp_path_factory.mktemp("wide"), []
+    folder = tmp_path_factory.mktemp("wide")
+    stretches = []
     for number in range(2):
         path = folder / f"train-{number}.bin"
         np.random.default_rng(number).integers(0, 65_536, 1001).astype(np.uint16).tofile(path)
@@ -81,20 +84,20 @@ def test_batches_are_the_rows_of_the_order(wide_split, num_workers):
     """Inputs and targets are int64, shifted by one, in the same order for every number of workers."""
     split = PackedSplit.joined([wide_split, wide_split])  # as of a mixture
     order = TrainOrder(len(split), 1, 96, 48, shift_below=8)
-    batches = TrainBatches(read_rows(split, order, CPU, num_workers), CPU)
-    for indices in itertools.islice(order, 2 * len(split) // 48 + 2):  # more than two epochs
-        inputs, targets = next(batches)
-        rows = torch.from_numpy(split[indices])
-        assert inputs.dtype == targets.dtype == torch.int64 and batches.position is None
-        assert torch.equal(inputs, rows[:, :-1]) and torch.equal(targets, rows[:, 1:])
-    batches.close()
+    with contextlib.closing(TrainBatches(read_rows(split, order, CPU, num_workers), CPU)) as batches:
+        for indices in itertools.islice(order, 2 * len(split) // 48 + 2):  # more than two epochs
+            inputs, targets = next(batches)
+            rows = torch.from_numpy(split[indices])
+            assert inputs.dtype == targets.dtype == torch.int64 and batches.position is None
+            assert torch.equal(inputs, rows[:, :-1]) and torch.equal(targets, rows[:, 1:])
 
 
 def test_each_epoch_cuts_the_text_elsewhere(wide_split):
     """Every token of a dataset is a target once, but for the first `shift` (never) and as many at the end (twice)."""
     split, T = PackedSplit.joined([wide_split, wide_split]), 8  # tokens of a row
     tokens = np.concatenate(wide_split.chunks)
-    num_rows, shifts = len(wide_split), []
+    num_rows = len(wide_split)
+    shifts = []
     order = TrainOrder(len(split), 3, 1, 1, shift_below=T, parts=((num_rows, 1), (num_rows, 1)))
     for epoch in range(4):
         indices = order.rows(np.arange(epoch * len(split), (epoch + 1) * len(split)))
@@ -113,12 +116,14 @@ def test_each_epoch_cuts_the_text_elsewhere(wide_split):
 def test_each_epoch_packs_whole_documents_in_another_order(tmp_path):
     """0 ends them. A file ends within one. A dataset of a mixture has the order that it has alone."""
     documents = [(*range(100 * number, 100 * number + 1 + number % 23), 0) for number in range(1, 60)]
-    ids, stretches = np.concatenate(documents).astype(np.uint16), []
+    ids = np.concatenate(documents).astype(np.uint16)
+    stretches = []
     for number, part in enumerate(np.split(ids, [301])):
         part.tofile(tmp_path / f"{number}.bin")
         stretches.append(Stretch(str(tmp_path / f"{number}.bin"), "uint16", 0, len(part)))
-    split, orders = PackedSplit("d", stretches, 8, 10_000, end_of_document=0), []
+    split = PackedSplit("d", stretches, 8, 10_000, end_of_document=0)
     mixture = PackedSplit.joined([split, split])
+    orders = []
     for shift in (0, 5, 3):
         rows = split[np.arange(len(split)) + shift * len(split)]
         assert np.array_equal(mixture[np.arange(len(mixture)) + shift * len(mixture)], np.tile(rows, (2, 1)))

@@ -39,7 +39,8 @@ def result_of(run) -> tuple[bytes, list[float]]:
 @pytest.mark.parametrize("weights", [{"dataset": 1, "other": 0}, {"other": 0, "dataset": 1}])
 def test_the_only_weight_is_the_dataset_alone(train, tmp_path, dataset_dir, other, weights):
     """Byte for byte; a dataset of weight 0 is only evaluated."""
-    common, folders = [*RUN, "--max_eval_samples", 10], {"dataset": dataset_dir, "other": other}
+    common = [*RUN, "--max_eval_samples", 10]
+    folders = {"dataset": dataset_dir, "other": other}
     alone = train(*common)
     options = ["--dataset_dir", *map(folders.get, weights), "--dataset_weights", *weights.values()]
     run = train(*common, *options, output_dir=tmp_path / "both")

@@ -37,7 +37,8 @@ def packed_from(kind: str, folder: Path) -> TextSource:
 @pytest.mark.parametrize("kind", ["documents", "one text", "validation file"])
 def test_rows_and_counts_are_those_of_a_plain_encoding(tmp_path, small_units, tokenizer_dir, tokenizer, kind):
     """Row i holds tokens [i*T, i*T + T + 1) of the files one after another, nanoGPT's format, whatever T is."""
-    source, folder = packed_from(kind, tmp_path), tmp_path / "d"
+    source = packed_from(kind, tmp_path)
+    folder = tmp_path / "d"
     metadata = prepare_dataset(source, folder, tokenizer)
     assert len(list_units(source)) > 9
     for split in SPLITS:
@@ -71,7 +72,8 @@ PARTS = {"train": slice(20, None), "validation": slice(20)}
 @pytest.mark.parametrize(("kind", "write"), [("jsonl", write_jsonl), ("parquet", write_parquet)])
 def test_token_ids_are_packed_like_their_text(tmp_path, small_units, documents, tokenizer_dir, tokenizer, kind, write):
     backend = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
-    ids, counts = [encoding.ids for encoding in backend.encode_batch(documents)], {}
+    ids = [encoding.ids for encoding in backend.encode_batch(documents)]
+    counts = {}
     for name, rows in (("text", documents), ("ids", ids)):
         train, validation = (write(tmp_path / f"{split}.{kind}", rows[part]) for split, part in PARTS.items())
         source = TextSource((train,), (validation,))
@@ -111,11 +113,13 @@ def test_packed_ids_of_other_programs_are_used_in_place(tmp_path, tokenizer, wri
         (tmp_path / f"{name}.bin").write_bytes(write(random_ids(seed)))
     source = TextSource((str(tmp_path / "train*.bin"),), (str(tmp_path / "val.bin"),) if has_file else ())
     made = prepare_dataset(source, tmp_path / "d", tokenizer)
-    byte_counts, cut = count_token_bytes(tokenizer), 5001 if has_file else 4751
+    byte_counts = count_token_bytes(tokenizer)
+    cut = 5001 if has_file else 4751
     parts = {"train": [random_ids(seed)[:cut] for seed in (1, 2)], "validation": [random_ids(3)]}
     parts["validation"] = parts["validation"] if has_file else [random_ids(seed)[cut:] for seed in (1, 2)]
     for split, pieces in parts.items():
-        ids, found = np.concatenate(pieces), made["splits"][split]
+        ids = np.concatenate(pieces)
+        found = made["splits"][split]
         np.testing.assert_array_equal(ids_in(tmp_path / "d", split), ids)
         rows = all_rows(getattr(open_packed_dataset(tmp_path / "d", 8), split))
         np.testing.assert_array_equal(rows[:, 1:].reshape(-1), ids[1 : 1 + 8 * ((len(ids) - 1) // 8)])

@@ -122,7 +122,10 @@ def test_overwrite_never_removes_a_folder_that_is_not_a_dataset(tmp_path, jsonl_
 @pytest.mark.parametrize("number", range(5))
 def test_an_interruption_at_the_end_loses_nothing(tmp_path, prepared, tokenizer, monkeypatch, number):
     """Whatever it precedes: the folder holds the older dataset or none, and the next run completes the newer one."""
-    (source, old), directory, rename, renamed = prepared, tmp_path / "d", os.rename, []
+    source, old = prepared
+    directory = tmp_path / "d"
+    rename = os.rename
+    renamed = []
 
     def rename_until(a, b):
         if prepare.COMPLETE_NAME in f"{a} {b}":
@@ -229,14 +232,17 @@ def test_every_way_to_prepare_gives_the_same_dataset(tmp_path, medium_units, tok
     assert names_in(tmp_path) == ["array", "cut", "one", "several", "text"]
 
 
-def test_jobs_of_an_array_may_run_at_once(tmp_path, jsonl_file, expected, tokenizer_dir):
-    """They give one dataset."""
+def test_jobs_of_an_array_may_run_at_once(tmp_path, jsonl_file, source, expected, tokenizer_dir):
+    """Each tokenizes its units, and all give one dataset."""
     options = ["--train_file", jsonl_file, "--tokenizer_name", tokenizer_dir, "--preprocessing_num_workers", 1]
     command = ["with_small_units.py", 12_000, ROOT / SCRIPT, *options, "--output_dir", tmp_path / "d"]
     jobs = [start_program(*command, "--num_shards", 2, "--shard_index", index) for index in range(2)]
+    counts = []
     for job in jobs:
         out, err = job.communicate(timeout=120)
         assert job.returncode == 0, out + err
+        counts.append(int(re.search(r"units: (\d+)", out)[1]))
+    assert sum(counts) == len(list_units(source))
     assert read_metadata(tmp_path / "d") == expected
     assert names_in(tmp_path) == ["d"]
 

@@ -143,7 +143,8 @@ BAD_ROWS = {
 def test_a_few_rows_that_cannot_be_read_are_counted_and_more_are_an_error(tmp_path, name):
     """Up to one in a hundred. The count and the error name the first one."""
     good, header = (b"good\n", b"text\n") if name.endswith("csv") else (GOOD, b"")
-    source, report = TextSource((str(tmp_path / name),)), Report()
+    source = TextSource((str(tmp_path / name),))
+    report = Report()
     (tmp_path / name).write_bytes(header + good * 99 + BAD_ROWS[name] + good * 100)
     assert texts_of(source, report=report) == ["good"] * 199
     assert report[SKIPPED] == 1 and f"{name}, line 10" in next(found for found in report if "skipped: " in found)
@@ -185,11 +186,13 @@ KINDS_OF_PAGES = {
 @pytest.mark.parametrize("kind", KINDS_OF_PAGES)
 def test_few_bytes_that_are_not_utf8_are_replaced_and_many_are_another_encoding(tmp_path, small_units, kind):
     """In every kind of file, without an option. NULs are such bytes."""
-    path, separator = tmp_path / f"a.{kind}", "<sep>" if kind.startswith("separated") else None
+    path = tmp_path / f"a.{kind}"
+    separator = "<sep>" if kind.startswith("separated") else None
     first, second = ("".join(make_documents(30, seed)).replace("\n", " ") for seed in range(2))
     pages = [first.encode().replace(b"cat", b"c\xe4t", 3), second.encode().replace(b"cat", b"c\0t", 2)]
     path.write_bytes(KINDS_OF_PAGES[kind](pages))
-    source, report = TextSource((str(path),), document_separator=separator), Report()
+    source = TextSource((str(path),), document_separator=separator)
+    report = Report()
     expected = first.replace("cat", "c\ufffdt", 3) + second.replace("cat", "c\ufffdt", 2)
     assert "".join(texts_of(source, report=report)) == expected
     assert (report[REPLACED], report[SKIPPED]) == (5, 0)
@@ -212,9 +215,11 @@ def test_bad_bytes_are_those_of_the_file_wherever_they_are(tmp_path):
 def test_a_separator_that_does_not_occur_costs_no_memory_and_little_reading(tmp_path, monkeypatch):
     """The file is read about twice, a unit at a time, and cut at line ends."""
     monkeypatch.setattr("recipe.data.cut.SMALL_SOURCE", 0)
-    path, line = tmp_path / "a.txt", b"x" * 999 + b"\n"
+    path = tmp_path / "a.txt"
+    line = b"x" * 999 + b"\n"
     path.write_bytes(line * 40_000)
-    source, before = TextSource((str(path),), document_separator="<sep>"), psutil.Process().io_counters().read_chars
+    source = TextSource((str(path),), document_separator="<sep>")
+    before = psutil.Process().io_counters().read_chars
     texts = [text for unit in cut(source) for _, text in read_unit(source, unit, Report())]
     assert "".join(texts) == (line * 40_000).decode() and max(map(len, texts)) < 20e6
     assert all(text.endswith("\n") for text in texts)
@@ -252,7 +257,8 @@ def test_the_padding_of_tokenized_rows_is_not_read(tmp_path, kind, has_mask):
     rows = {"input_ids": [[5, 6, 7, *[9] * 20], [8, 9, *[9] * 21]]}
     if has_mask:
         rows["attention_mask"] = [[1] * 3 + [0] * 20, [1] * 2 + [0] * 21]
-    table, path = datasets.Dataset.from_dict(rows), str(tmp_path / f"a.{kind.split()[0]}")
+    table = datasets.Dataset.from_dict(rows)
+    path = str(tmp_path / f"a.{kind.split()[0]}")
     if kind.endswith("of one length"):
         ids = datasets.List(datasets.Value("int32"), length=23)
         table = table.cast(datasets.Features(dict.fromkeys(rows, ids)))

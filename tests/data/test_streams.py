@@ -74,7 +74,9 @@ def open_streams(source, tokenizer):
     """Open the stream of each process of a run. The processes are threads, which gather from each other."""
 
     def start(count=1, seed=1, hosts=None, source=source) -> list[TextStream]:
-        parts, barrier, here = [None] * count, threading.Barrier(count), threading.local()
+        parts = [None] * count
+        barrier = threading.Barrier(count)
+        here = threading.local()
         job = Job(source, "", Encoding.of(tokenizer), ("train",), is_temporary=True)
         dataset = SimpleNamespace(block_size=BLOCK_SIZE, vocab_size=len(tokenizer))
 
@@ -114,7 +116,8 @@ def read_steps(open_streams):
 
     def read(num_steps, position=(0, 0), micro_batch_size=3, num_processes=1, seed=1, shift_below=1):
         processes = batches_of(open_streams(num_processes, seed), position, micro_batch_size, seed, shift_below)
-        micro_steps, steps = GLOBAL_BATCH // micro_batch_size // num_processes, []
+        micro_steps = GLOBAL_BATCH // micro_batch_size // num_processes
+        steps = []
         for _ in range(num_steps):
             taken = [[next(batches) for _ in range(micro_steps)] for batches in processes]
             pairs = [pair for of_all in zip(*taken, strict=True) for pair in of_all]
@@ -181,7 +184,8 @@ def test_a_stream_resumes_at_any_step_on_any_number_of_processes(read_steps, uni
 
 
 def test_a_stream_has_a_bounded_number_of_files(open_streams, folders):
-    processes, counts = batches_of(open_streams(2)), []
+    processes = batches_of(open_streams(2))
+    counts = []
     for _ in range(40):
         for batches in processes:
             inputs, targets = next(batches)
@@ -284,7 +288,8 @@ def streamed(tmp_path, text, tokenizer_dir, hub, monkeypatch):
 def test_a_part_of_a_streamed_text_is_prepared(streamed, unit_rows, small_units):
     """From four units of six; the run then reads all of them."""
     config = load_config([*map(str, streamed), "--seed", "1"])[0]
-    dataset, num_rows = open_dataset_for(config), sum(map(len, unit_rows))
+    dataset = open_dataset_for(config)
+    num_rows = sum(map(len, unit_rows))
     assert 0.3 * num_rows < len(dataset.train) < 0.9 * num_rows and len(dataset.validation)
     stream = open_stream(config, dataset, 0, lambda part: [part])
     assert len(stream.units) == 6

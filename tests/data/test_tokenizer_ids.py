@@ -206,7 +206,8 @@ CLASSES = {
 @pytest.mark.parametrize("is_tuned", [False, True])
 def test_a_tokenizer_that_its_class_would_rebuild_is_its_tokenizer_json(tmp_path, train, model_dir, name, is_tuned):
     """In training, and for AutoTokenizer on the exported model, new or fine-tuned."""
-    text, folder = "at 12:34, 5678 of them", tmp_path / "tokenizer"
+    text = "at 12:34, 5678 of them"
+    folder = tmp_path / "tokenizer"
     write_text(tmp_path / "a.txt", (ENGLISH + text) * 9)
     tokenizer = text_tokenizer(digits())
     expected = tokenizer.backend_tokenizer.encode(text).ids
@@ -335,11 +336,11 @@ def test_the_bytes_of_a_dataset_are_those_of_its_text_as_read(tmp_path, make, te
     source = TextSource((train,), (validation,), parse_special_tokens=parses)
     tokenizer = tokenizer_of(make)
     made = prepare_dataset(source, tmp_path / "d", tokenizer)
-    out, ids = capsys.readouterr().out, ids_of(tokenizer, [text])[0]
+    out = capsys.readouterr().out
     assert said in out
     assert ("warning" in out) == ("warning" in said)
     counts = made["splits"]["validation"]
-    assert (counts["bytes"], counts["text_tokens"]) == (len(text.encode()), len(ids))
+    assert (counts["bytes"], counts["text_tokens"]) == (len(text.encode()), len(ids_of(tokenizer, [text])[0]))
 
 
 def test_parsed_special_tokens_have_no_bytes(tmp_path, tokenizer_dir):
