@@ -91,9 +91,7 @@ def test_a_run_keeps_the_rows_of_a_dataset_that_is_replaced(tmp_path, prepared, 
     assert not np.array_equal(all_rows(open_packed_dataset(tmp_path / "d", 16).train)[:50], rows[:50])
 
 
-def test_another_preparation_in_the_same_folder_loses_nothing(
-    tmp_path, source, expected, jsonl_file, tokenizer, capsys
-):
+def test_another_preparation_in_the_same_folder_loses_nothing(tmp_path, source, expected, tokenizer, capsys):
     """An unfinished one, of an array for example, keeps its units, and the command that ends first names them."""
     other = dataclasses.replace(source, validation_split_percentage=7.0)
     assert prepare_dataset(source, tmp_path / "d", tokenizer, share=slice(2)) is None
