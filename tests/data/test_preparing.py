@@ -8,6 +8,7 @@ import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import psutil
@@ -78,32 +79,19 @@ def test_a_prepared_dataset_is_opened(tmp_path, prepared, jsonl_file, tokenizer,
     assert (tmp_path / "d" / "metadata.json").stat().st_mtime_ns == written_at
 
 
-@pytest.mark.parametrize("change", ["text", "option"])
-def test_a_dataset_of_other_text_or_options_is_replaced_on_request_only(tmp_path, jsonl_file, tokenizer, change):
-    path = Path(shutil.copy(jsonl_file, tmp_path))
-    prepare_dataset(TextSource((str(path),)), tmp_path / "d", tokenizer)
-    if change == "text":
-        path.write_bytes(path.read_bytes().replace(b"mat", b"hat", 1))
-    other = TextSource((str(path),), validation_split_percentage=5.0 if change == "text" else 7.0)
-    with pytest.raises(UserError, match="--overwrite"):
-        prepare_dataset(other, tmp_path / "d", tokenizer)
-    metadata = prepare_dataset(other, tmp_path / "d", tokenizer, overwrite=True)
-    assert read_metadata(tmp_path / "d") == metadata
-    assert metadata["inputs"]["validation_split_percentage"] == other.validation_split_percentage
-
-
 def test_a_run_keeps_the_rows_of_a_dataset_that_is_replaced(tmp_path, prepared, tokenizer):
+    """Which happens on request only."""
     opened = open_packed_dataset(tmp_path / "d", 16)
     rows = all_rows(opened.train)
     other = TextSource((write_jsonl(tmp_path / "a.jsonl", make_documents(300, seed=7)),))
+    with pytest.raises(UserError, match="--overwrite"):
+        prepare_dataset(other, tmp_path / "d", tokenizer)
     prepare_dataset(other, tmp_path / "d", tokenizer, overwrite=True)
     np.testing.assert_array_equal(all_rows(opened.train), rows)
     assert not np.array_equal(all_rows(open_packed_dataset(tmp_path / "d", 16).train)[:50], rows[:50])
 
 
-def test_another_preparation_in_the_same_folder_loses_nothing(
-    tmp_path, source, expected, jsonl_file, tokenizer, capsys
-):
+def test_another_preparation_in_the_same_folder_loses_nothing(tmp_path, source, expected, tokenizer, capsys):
     """An unfinished one, of an array for example, keeps its units, and the command that ends first names them."""
     other = dataclasses.replace(source, validation_split_percentage=7.0)
     assert prepare_dataset(source, tmp_path / "d", tokenizer, share=slice(2)) is None
@@ -132,7 +120,10 @@ def test_overwrite_never_removes_a_folder_that_is_not_a_dataset(tmp_path, jsonl_
 @pytest.mark.parametrize("number", range(5))
 def test_an_interruption_at_the_end_loses_nothing(tmp_path, prepared, tokenizer, monkeypatch, number):
     """Whatever it precedes: the folder holds the older dataset or none, and the next run completes the newer one."""
-    (source, old), directory, rename, renamed = prepared, tmp_path / "d", os.rename, []
+    source, old = prepared
+    directory = tmp_path / "d"
+    rename = os.rename
+    renamed = []
 
     def rename_until(a, b):
         if prepare.COMPLETE_NAME in f"{a} {b}":
@@ -142,8 +133,7 @@ def test_an_interruption_at_the_end_loses_nothing(tmp_path, prepared, tokenizer,
         rename(a, b)
 
     source = dataclasses.replace(source, validation_split_percentage=7.0)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(os, "rename", rename_until)
+    with patch("os.rename", rename_until), pytest.raises(KeyboardInterrupt):
         prepare_dataset(source, directory, tokenizer, overwrite=True)
     if number == 0:
         assert read_metadata(directory) == old
@@ -182,35 +172,23 @@ def test_a_killed_preparation_repeats_no_finished_unit(tmp_path, small_units, mo
     assert names_in(tmp_path / "d") == names_of(made)
 
 
-def test_a_full_disk_costs_no_finished_unit(tmp_path, source, tokenizer, expected, monkeypatch):
+def test_a_full_disk_costs_no_finished_unit(tmp_path, source, tokenizer, expected):
     """Nothing appears under the final name, and the same command resumes when there is space."""
     assert prepare_dataset(source, tmp_path / "d", tokenizer, share=slice(-1)) is None  # one unit is left
-    write, written = Packer.write, set()
-
-    def write_nothing(self, *_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def write_and_note(self, *arguments):
-        written.add(self)
-        write(self, *arguments)
-
-    with monkeypatch.context() as patch, pytest.raises(UserError, match=os.strerror(errno.ENOSPC)):
-        patch.setattr(Packer, "write", write_nothing)
+    units = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("units/*")}
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with patch.object(Packer, "write", side_effect=full), pytest.raises(UserError, match=full.strerror):
         prepare_dataset(source, tmp_path / "d", tokenizer)
     assert not list((tmp_path / "d").glob("[!.]*")) and not list(tmp_path.glob("d/.*/.train*"))
-    monkeypatch.setattr(Packer, "write", write_and_note)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("units/*")} == units
     assert prepare_dataset(source, tmp_path / "d", tokenizer) == expected
-    assert 0 < len(written) <= 2  # two splits
 
 
-def test_a_full_disk_leaves_no_part_of_a_tokenizer(tmp_path, source, tokenizer, monkeypatch):
+def test_a_full_disk_leaves_no_part_of_a_tokenizer(tmp_path, source, tokenizer):
     """tokenizers raises no OSError, which has one sentence."""
-
-    def fail(*_, **__):
-        raise Exception(os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", fail)
-    with pytest.raises(UserError, match=os.strerror(errno.ENOSPC)):
+    full = Exception(os.strerror(errno.ENOSPC))
+    saving = patch.object(PreTrainedTokenizerFast, "save_pretrained", side_effect=full)
+    with saving, pytest.raises(UserError, match=str(full)):
         prepare_dataset(source, tmp_path / "d", tokenizer)
     assert not list(tmp_path.rglob("tokenizer*"))
 
@@ -252,17 +230,19 @@ def test_every_way_to_prepare_gives_the_same_dataset(tmp_path, medium_units, tok
     assert names_in(tmp_path) == ["array", "cut", "one", "several", "text"]
 
 
-def test_jobs_of_an_array_and_equal_commands_may_run_at_once(tmp_path, jsonl_file, expected, tokenizer_dir):
-    """Two jobs of an array give one dataset, and so does a command that runs twice."""
-    common = ["--train_file", jsonl_file, "--tokenizer_name", tokenizer_dir, "--preprocessing_num_workers", 1]
-    options = [["--output_dir", tmp_path / "a", "--num_shards", 2, "--shard_index", index] for index in range(2)]
-    options += [["--output_dir", tmp_path / "b"]] * 2
-    jobs = [start_program("with_small_units.py", 12_000, ROOT / SCRIPT, *common, *own) for own in options]
+def test_jobs_of_an_array_may_run_at_once(tmp_path, jsonl_file, source, expected, tokenizer_dir):
+    """Each tokenizes its units, and all give one dataset."""
+    options = ["--train_file", jsonl_file, "--tokenizer_name", tokenizer_dir, "--preprocessing_num_workers", 1]
+    command = ["with_small_units.py", 12_000, ROOT / SCRIPT, *options, "--output_dir", tmp_path / "d"]
+    jobs = [start_program(*command, "--num_shards", 2, "--shard_index", index) for index in range(2)]
+    counts = []
     for job in jobs:
         out, err = job.communicate(timeout=120)
         assert job.returncode == 0, out + err
-    assert read_metadata(tmp_path / "a") == read_metadata(tmp_path / "b") == expected
-    assert names_in(tmp_path) == ["a", "b"]
+        counts.append(int(re.search(r"units: (\d+)", out)[1]))
+    assert sum(counts) == len(list_units(source))
+    assert read_metadata(tmp_path / "d") == expected
+    assert names_in(tmp_path) == ["d"]
 
 
 def test_a_dataset_that_another_command_finishes_first_is_used(tmp_path, source, tokenizer, expected, monkeypatch):
@@ -308,26 +288,16 @@ def test_the_processes_that_tokenize_import_nothing_slow(tmp_path):
     assert out.endswith("\nimported: []\n"), err
 
 
-@pytest.mark.parametrize("kind", ["a.txt", "a.jsonl"])
-def test_the_options_advised_for_a_short_text_work(tmp_path, kind):
-    """Each option that the error names prepares a text of 3 kB."""
-    documents = make_documents(12)
-    write_text(tmp_path / "a.txt", "".join(documents))
-    write_jsonl(tmp_path / "a.jsonl", documents)
-    source = TextSource((str(tmp_path / kind),))
-    validation = write_text(tmp_path / "validation.txt", "".join(make_documents(20, seed=4)))
-
-    def prepare_and_open(source, name, block_size=256):
-        prepare_dataset(source, tmp_path / name, None, 2048)
-        return open_packed_dataset(tmp_path / name, block_size)
-
-    with pytest.raises(UserError, match="--validation_file") as caught:
-        prepare_and_open(source, "d")
+def test_the_options_advised_for_a_short_text_work(tmp_path, tokenizer):
+    """The block size that the error names opens a text of 3 kB, and so does a larger share for validation."""
+    source = TextSource((write_jsonl(tmp_path / "a.jsonl", make_documents(12)),))
+    prepare_dataset(source, tmp_path / "d", tokenizer)
+    with pytest.raises(UserError, match="--validation_split_percentage or a --validation_file") as caught:
+        open_packed_dataset(tmp_path / "d", 256)
     block_size = re.search(r"--block_size (\d+)", str(caught.value))[1]
-    assert "--validation_split_percentage" in str(caught.value)
-    assert prepare_and_open(source, "d", int(block_size))
-    assert prepare_and_open(dataclasses.replace(source, validation_files=(validation,)), "v")
-    assert prepare_and_open(dataclasses.replace(source, validation_split_percentage=45.0), "p")
+    assert open_packed_dataset(tmp_path / "d", int(block_size))
+    prepare_dataset(dataclasses.replace(source, validation_split_percentage=45.0), tmp_path / "p", tokenizer)
+    assert open_packed_dataset(tmp_path / "p", 256)
 
 
 def test_what_is_not_in_the_dataset_is_said(tmp_path, documents, tokenizer, capsys):

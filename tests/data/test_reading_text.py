@@ -6,14 +6,13 @@ import gzip
 import io
 import json
 import lzma
-from pathlib import Path
 
 import datasets
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import KINDS, read, texts_of, write_jsonl, write_parquet, write_text
+from corpora import KINDS, read, texts_of, write_jsonl, write_text
 from helpers import make_documents
 
 from recipe.config import STANDARD_LIBRARY
@@ -44,8 +43,13 @@ def test_documents_come_out_of_each_kind_of_file_unchanged(tmp_path, kind, compr
     assert list(read_texts([str(path)], "body", "<sep>")) == documents
 
 
-PARQUET = io.BytesIO()
-pq.write_table(pa.table({"text": ["good"] * 99}), PARQUET)
+def parquet_of(table: pa.Table) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(table, file)
+    return file.getvalue()
+
+
+PARQUET = parquet_of(pa.table({"text": ["good"] * 99}))
 ODD_FILES = {
     "bom.txt": (BOM + b"file a\r\n\n\nend", ["file a\r\n\n\nend"]),
     "bom.jsonl": (BOM + GOOD + b"\r\n \r\n" + GOOD, ["good", "good"]),
@@ -53,14 +57,14 @@ ODD_FILES = {
     "bom.csv": (BOM + b"text\none\n", ["one"]),
     "constants.jsonl": (b'{"text": "one", "n": NaN}', ["one"]),
     "surrogates.jsonl": (b'{"text": "a\\ud800b \\ud83d\\ude00"}', ["a\ufffdb \U0001f600"]),
+    # Valid JSON, so no other encoding would help.
+    "zeros.jsonl": (b'{"text": "%s"}' % (b"\\u0000" * 50), ["\ufffd" * 50]),
     "blank.jsonl": (b'{"text": null}\n{"text": ""}\n{"text": " \\n"}\n' + GOOD, ["good"]),
-    "blank.txt": (b" \n\t\r\n", []),
-    "index.csv": (b",text\n0,one\n1,two\n", ["one", "two"]),  # as pandas writes it
     "quoted.csv": (b'text\n"one, ""two""\nthree"\n\nfour\n', ['one, "two"\nthree', "four"]),
-    "empty.csv": (b"text\n", []),
+    "empty.parquet": (parquet_of(pa.table({"x": pa.array([], pa.string())})), []),  # as Spark writes it
     "zeros.txt.gz": (gzip.compress(b"text") + bytes(99), ["text"]),  # as on a tape
     "\udce9.jsonl.zst": (pa.compress(GOOD, "zstd", asbytes=True), ["good"]),  # a name that is not UTF-8
-    "\udce9.parquet": (PARQUET.getvalue(), ["good"] * 99),
+    "\udce9.parquet": (PARQUET, ["good"] * 99),
 }
 
 
@@ -105,9 +109,10 @@ BAD_FILES = {
     "utf16.jsonl": GOOD + GOOD.decode().encode("utf-16-le"),
     "cut.jsonl.gz": gzip.compress(GOOD * 99_999)[:-20],
     "cut.jsonl.xz": lzma.compress(GOOD * 99_999)[:-20],
-    "cut.txt.gz": gzip.compress(GOOD * 99_999)[:-20],
     "none.jsonl.bz2": GOOD,
-    "half.parquet": PARQUET.getvalue()[:99],
+    "half.parquet": PARQUET[:99],
+    "repeated.csv": b"text,text\nx,y\n",
+    "repeated.parquet": parquet_of(pa.Table.from_arrays([pa.array(["x"])] * 2, ["text", "text"])),
     "open.csv": b'text\ngood\n"two\n' + b"more\n" * 90,  # nobody knows where the next row begins
     "after.csv": b'text\ngood\n"one" two\nthree\n',
 }
@@ -138,7 +143,8 @@ BAD_ROWS = {
 def test_a_few_rows_that_cannot_be_read_are_counted_and_more_are_an_error(tmp_path, name):
     """Up to one in a hundred. The count and the error name the first one."""
     good, header = (b"good\n", b"text\n") if name.endswith("csv") else (GOOD, b"")
-    source, report = TextSource((str(tmp_path / name),)), Report()
+    source = TextSource((str(tmp_path / name),))
+    report = Report()
     (tmp_path / name).write_bytes(header + good * 99 + BAD_ROWS[name] + good * 100)
     assert texts_of(source, report=report) == ["good"] * 199
     assert report[SKIPPED] == 1 and f"{name}, line 10" in next(found for found in report if "skipped: " in found)
@@ -163,45 +169,38 @@ def test_a_bad_row_is_named_by_its_place_in_the_file(tmp_path, small_units):
         list(read_unit(source, last, Report()))
 
 
-KINDS_OF_TEXT = ["txt", "md.gz", "separated.txt", "separated.md.gz", "csv", "jsonl", "json", "parquet"]
-KINDS_OF_TEXT += ["binary.parquet"]
+# Suffix of a file -> its content, of pages that may not be UTF-8.
+KINDS_OF_PAGES = {
+    "txt": b"".join,
+    "md.gz": lambda pages: gzip.compress(b"".join(pages)),
+    "separated.txt": b"<sep>".join,
+    "separated.md.gz": lambda pages: gzip.compress(b"<sep>".join(pages)),
+    "csv": lambda pages: b"text\n" + b"".join(b'"%s"\n' % page for page in pages),
+    "jsonl": lambda pages: b"".join(b'{"text": "%s"}\n' % page for page in pages),
+    "json": lambda pages: b'[{"text": "%s"}]' % b'"}, {"text": "'.join(pages),
+    "parquet": lambda pages: parquet_of(pa.table({"text": pa.array(pages, pa.binary()).view(pa.string())})),
+    "binary.parquet": lambda pages: parquet_of(pa.table({"text": pa.array(pages, pa.binary())})),
+}
 
 
-def write_pages(path: Path, pages: list[bytes], separator: str | None) -> None:
-    """Write pages that may not be UTF-8."""
-    kind, content = path.name.removeprefix("a."), (separator or "").encode().join(pages)
-    quoted = [
-        page.replace(b'"', b'""' if kind == "csv" else b'\\"').replace(b"\n", b"\n" if kind == "csv" else b"\\n")
-        for page in pages
-    ]
-    if kind == "csv":
-        content = b"text\n" + b"".join(b'"%s"\n' % page for page in quoted)
-    elif kind.startswith("json"):
-        content = b"".join(b'{"text": "%s"}\n' % page for page in quoted)
-        content = b"[%s]" % content.strip().replace(b"}\n{", b"},{") if kind == "json" else content
-    path.write_bytes(gzip.compress(content) if kind.endswith("gz") else content)
-    if kind.endswith("parquet"):
-        column = pa.array(pages, pa.binary())
-        pq.write_table(pa.table({"text": column if kind.startswith("binary") else column.view(pa.string())}), path)
-
-
-@pytest.mark.parametrize("kind", KINDS_OF_TEXT)
+@pytest.mark.parametrize("kind", KINDS_OF_PAGES)
 def test_few_bytes_that_are_not_utf8_are_replaced_and_many_are_another_encoding(tmp_path, small_units, kind):
     """In every kind of file, without an option. NULs are such bytes."""
+    path = tmp_path / f"a.{kind}"
     separator = "<sep>" if kind.startswith("separated") else None
-    documents = ["".join(make_documents(30, seed)) for seed in range(2)]
-    pages = [documents[0].encode().replace(b"cat", b"c\xe4t", 3), documents[1].encode().replace(b"cat", b"c\0t", 2)]
-    expected = documents[0].replace("cat", "c\ufffdt", 3), documents[1].replace("cat", "c\ufffdt", 2)
-    write_pages(tmp_path / f"a.{kind}", pages, separator)
-    source, report = TextSource((str(tmp_path / f"a.{kind}"),), document_separator=separator), Report()
-    assert "".join(texts_of(source, report=report)) == "".join(expected)
+    first, second = ("".join(make_documents(30, seed)).replace("\n", " ") for seed in range(2))
+    pages = [first.encode().replace(b"cat", b"c\xe4t", 3), second.encode().replace(b"cat", b"c\0t", 2)]
+    path.write_bytes(KINDS_OF_PAGES[kind](pages))
+    source = TextSource((str(path),), document_separator=separator)
+    report = Report()
+    expected = first.replace("cat", "c\ufffdt", 3) + second.replace("cat", "c\ufffdt", 2)
+    assert "".join(texts_of(source, report=report)) == expected
     assert (report[REPLACED], report[SKIPPED]) == (5, 0)
-    few = [page.decode(errors="replace").replace("\ufffd", "").replace("\0", "").encode() for page in pages]
     short = [b"Stra\xdfe %d" % number for number in range(99)]  # each row has one
-    for latin in ([few[0], "\xfcber Stra\xdfe ".encode("latin-1") * 99], short):
-        write_pages(tmp_path / f"a.{kind}", latin, separator)
+    for latin in ([first.encode(), "\xfcber Stra\xdfe ".encode("latin-1") * 99], short):
+        path.write_bytes(KINDS_OF_PAGES[kind](latin))
         with pytest.raises(UserError, match=rf"a\.{kind}.* iconv"):
-            read(TextSource((str(tmp_path / f"a.{kind}"),), document_separator=separator))
+            read(TextSource((str(path),), document_separator=separator))
 
 
 def test_bad_bytes_are_those_of_the_file_wherever_they_are(tmp_path):
@@ -213,20 +212,14 @@ def test_bad_bytes_are_those_of_the_file_wherever_they_are(tmp_path):
     assert report[REPLACED] == 20
 
 
-def test_nuls_and_half_surrogates_that_json_escapes_are_replaced(tmp_path):
-    """They are valid JSON, so no other encoding would help."""
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a%s\\ud800"}\n' % (b"\\u0000" * 50))
-    report = Report()
-    assert texts_of(TextSource((str(tmp_path),)), report=report) == ["a" + "\ufffd" * 51]
-    assert report == {REPLACED: 51}
-
-
 def test_a_separator_that_does_not_occur_costs_no_memory_and_little_reading(tmp_path, monkeypatch):
     """The file is read about twice, a unit at a time, and cut at line ends."""
     monkeypatch.setattr("recipe.data.cut.SMALL_SOURCE", 0)
-    path, line = tmp_path / "a.txt", b"x" * 999 + b"\n"
+    path = tmp_path / "a.txt"
+    line = b"x" * 999 + b"\n"
     path.write_bytes(line * 40_000)
-    source, before = TextSource((str(path),), document_separator="<sep>"), psutil.Process().io_counters().read_chars
+    source = TextSource((str(path),), document_separator="<sep>")
+    before = psutil.Process().io_counters().read_chars
     texts = [text for unit in cut(source) for _, text in read_unit(source, unit, Report())]
     assert "".join(texts) == (line * 40_000).decode() and max(map(len, texts)) < 20e6
     assert all(text.endswith("\n") for text in texts)
@@ -236,10 +229,8 @@ def test_a_separator_that_does_not_occur_costs_no_memory_and_little_reading(tmp_
 # ------------------------------------------------------------------ rows that are no text
 
 COLUMNS = [
-    ('{"messages": [{"role": "user", "content": "x"}], "id": "1"}', "messages .*'Dialogs' in recipe/data/README.md"),
     ('{"data": {"text": "x"}, "id": 1}', r"data\.text .* column of its own"),
     ('{"text": [{"role": "user", "content": "x"}]}', "'text' holds dialogs; .*'Dialogs'"),
-    ('{"body": "x", "id": 1}', "--text_column_name 'body'"),
     ('{"id": 1}', "without any other text"),
 ]
 
@@ -256,21 +247,6 @@ def test_the_column_that_has_the_text_is_named(tmp_path, row, expected, kind):
         read_sample(source, list_units(source))
 
 
-def test_a_repeated_column_is_refused(tmp_path):
-    pq.write_table(pa.Table.from_arrays([pa.array(["x"])] * 2, ["text", "text"]), tmp_path / "a.parquet")
-    write_text(tmp_path / "a.csv", "text,text\nx,y\n")
-    for kind in ("parquet", "csv"):
-        with pytest.raises(UserError, match=rf"a\.{kind} has 2 columns named 'text'"):
-            read(TextSource((str(tmp_path / f"a.{kind}"),)))
-
-
-def test_an_empty_part_of_parquet_holds_no_text(tmp_path):
-    """As Spark writes it, without the column."""
-    pq.write_table(pa.table({"x": pa.array([], pa.string())}), tmp_path / "a.parquet")
-    write_parquet(tmp_path / "b.parquet", ["text"])
-    assert texts_of(TextSource((str(tmp_path),))) == ["text"]
-
-
 # ------------------------------------------------------------------ rows of token ids
 
 
@@ -281,7 +257,8 @@ def test_the_padding_of_tokenized_rows_is_not_read(tmp_path, kind, has_mask):
     rows = {"input_ids": [[5, 6, 7, *[9] * 20], [8, 9, *[9] * 21]]}
     if has_mask:
         rows["attention_mask"] = [[1] * 3 + [0] * 20, [1] * 2 + [0] * 21]
-    table, path = datasets.Dataset.from_dict(rows), str(tmp_path / f"a.{kind.split()[0]}")
+    table = datasets.Dataset.from_dict(rows)
+    path = str(tmp_path / f"a.{kind.split()[0]}")
     if kind.endswith("of one length"):
         ids = datasets.List(datasets.Value("int32"), length=23)
         table = table.cast(datasets.Features(dict.fromkeys(rows, ids)))

@@ -8,8 +8,8 @@ from pathlib import Path
 import gigatoken
 import numpy as np
 import pytest
-from corpora import write_text
-from helpers import BLOCK_SIZE, ONE_STEP, PLAIN, TINY, make_documents, read_events, run_script
+from corpora import write_jsonl, write_text
+from helpers import ONE_STEP, PLAIN, TINY, make_documents, read_events, read_summary
 from small_model import save_small_model
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -29,7 +29,6 @@ from recipe.data.tokenizer import (
     tokenizer_sha256,
     train_tokenizer,
 )
-from recipe.errors import UserError
 from recipe.evaluation.generation import load_model
 
 END = "<|endoftext|>"
@@ -137,16 +136,12 @@ def test_an_encoder_that_differs_in_one_id_is_not_used(tokenizer, monkeypatch):
     assert encode(["a plain cat"])[0].tolist() == ids_of(tokenizer, ["a plain cat"])[0]
 
 
-def with_metaspace(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """As Llama 2's: a text that begins with a word gets a space in front, and so would a piece of it."""
-    backend = Tokenizer(models.BPE(unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    backend.train_from_iterator([ENGLISH], trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", END]))
-    return text_tokenizer(backend)
+def like_llama(_: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    return tokenizer_of(llama)
 
 
 @pytest.mark.parametrize("batch_characters", [1, 20, 300])
-@pytest.mark.parametrize("change", [unchanged, with_newer_pattern, with_metaspace])
+@pytest.mark.parametrize("change", [unchanged, with_newer_pattern, like_llama])
 def test_the_pieces_of_a_text_have_its_ids(monkeypatch, batch_characters, change):
     """Whatever the tokenizer, wherever the text has a line end or space to cut it at.
 
@@ -178,17 +173,14 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_a_tokenizer_that_its_config_adds_tokens_to_is_that_of_transformers(
-    tmp_path, jsonl_file, tokenizer_dir, config
-):
+def test_a_tokenizer_that_its_config_adds_tokens_to_is_that_of_transformers(tmp_path, tokenizer_dir, config):
     folder = Path(shutil.copytree(tokenizer_dir, tmp_path / "tokenizer"))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "config.json").write_text('{"model_type": "gpt2"}')
-    prepare_dataset(TextSource((str(jsonl_file),)), tmp_path / "d", load_tokenizer(str(folder)))
-    made = open_packed_dataset(tmp_path / "d", BLOCK_SIZE)
+    loaded = load_tokenizer(str(folder))
     expected = AutoTokenizer.from_pretrained(folder)
-    assert made.tokenizer.eos_token_id == expected.eos_token_id == made.metadata["eos_token_id"]
-    assert made.tokenizer("the cat, it's 12")["input_ids"] == expected.backend_tokenizer.encode("the cat, it's 12").ids
+    assert loaded.eos_token_id == expected.eos_token_id
+    assert loaded("the cat, it's 12")["input_ids"] == expected.backend_tokenizer.encode("the cat, it's 12").ids
 
 
 def digits() -> Tokenizer:
@@ -214,7 +206,8 @@ CLASSES = {
 @pytest.mark.parametrize("is_tuned", [False, True])
 def test_a_tokenizer_that_its_class_would_rebuild_is_its_tokenizer_json(tmp_path, train, model_dir, name, is_tuned):
     """In training, and for AutoTokenizer on the exported model, new or fine-tuned."""
-    text, folder = "at 12:34, 5678 of them", tmp_path / "tokenizer"
+    text = "at 12:34, 5678 of them"
+    folder = tmp_path / "tokenizer"
     write_text(tmp_path / "a.txt", (ENGLISH + text) * 9)
     tokenizer = text_tokenizer(digits())
     expected = tokenizer.backend_tokenizer.encode(text).ids
@@ -234,17 +227,6 @@ def test_a_tokenizer_that_its_class_would_rebuild_is_its_tokenizer_json(tmp_path
     assert open_packed_dataset(packed, 8).tokenizer(text)["input_ids"] == expected
 
 
-@pytest.mark.parametrize("token", ["<|endoftext|>", "[UNK]", "[PAD]"])
-def test_the_only_special_token_does_not_end_documents_by_that(tmp_path, token):
-    """Unknown characters would. Somebody has to say what does."""
-    backend = Tokenizer(models.WordLevel({token: 0, "the": 1}, unk_token=token if "UNK" in token else None))
-    backend.add_special_tokens([token])
-    backend.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(UserError, match="end-of-text"):
-        load_tokenizer(str(tmp_path))
-
-
 # ------------------------------------------------------------------ bytes
 
 
@@ -257,9 +239,9 @@ def gpt_neox() -> Tokenizer:
 
 
 def llama() -> Tokenizer:
-    """As Llama 2's and Gemma's: spaces are marked, and what no token spells is spelled in bytes."""
+    """As Llama 2's: spaces are marked, also one in front of a text, and what no token spells is spelled in bytes."""
     backend = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
     backend.train_from_iterator([ENGLISH], trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", END]))
     content = json.loads(backend.to_str())
@@ -354,11 +336,11 @@ def test_the_bytes_of_a_dataset_are_those_of_its_text_as_read(tmp_path, make, te
     source = TextSource((train,), (validation,), parse_special_tokens=parses)
     tokenizer = tokenizer_of(make)
     made = prepare_dataset(source, tmp_path / "d", tokenizer)
-    out, ids = capsys.readouterr().out, ids_of(tokenizer, [text])[0]
+    out = capsys.readouterr().out
     assert said in out
     assert ("warning" in out) == ("warning" in said)
     counts = made["splits"]["validation"]
-    assert (counts["bytes"], counts["text_tokens"]) == (len(text.encode()), len(ids))
+    assert (counts["bytes"], counts["text_tokens"]) == (len(text.encode()), len(ids_of(tokenizer, [text])[0]))
 
 
 def test_parsed_special_tokens_have_no_bytes(tmp_path, tokenizer_dir):
@@ -366,8 +348,7 @@ def test_parsed_special_tokens_have_no_bytes(tmp_path, tokenizer_dir):
     tokenizer = load_tokenizer(str(tokenizer_dir))
     tokenizer.backend_tokenizer.add_special_tokens(["<|user|>"])
     rows = [f"<|user|>über {number} the cat{END * (number % 2)}" for number in range(40)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    source = TextSource((str(tmp_path / "a.jsonl"),), parse_special_tokens=True)
+    source = TextSource((write_jsonl(tmp_path / "a.jsonl", rows),), parse_special_tokens=True)
     splits = prepare_dataset(source, tmp_path / "d", tokenizer)["splits"].values()
     text = [row.replace("<|user|>", "").replace(END, "") for row in rows]
     assert sum(split["bytes"] for split in splits) == len("".join(text).encode())
@@ -384,54 +365,22 @@ def test_a_tokenizer_and_its_identity_survive_saving(tmp_path, tokenizer, make):
     assert tokenizer_sha256(load_tokenizer(str(tmp_path))) == tokenizer_sha256(saved) != tokenizer_sha256(tokenizer)
 
 
-@pytest.fixture
-def run(tmp_path, train):
-    """Train a model with a tokenizer on a.txt, or another file, for one step. Returns its folder."""
+def test_a_run_without_bits_per_byte_has_losses(tmp_path, train, capsys):
+    """On token ids that do not say how long their text was. They are null in files and a dash in lines.
 
-    def with_tokenizer(tokenizer: PreTrainedTokenizerFast, name: str = "a.txt") -> Path:
-        save_tokenizer(tokenizer, tmp_path / "tokenizer")
-        write_text(tmp_path / "a.txt", ENGLISH * 2)
-        shape = ["--config_overrides", "n_layer=1,n_head=1,n_embd=16", "--block_size", 16, "--global_batch_size", 4]
-        data = ["--train_file", tmp_path / name, "--tokenizer_name", tmp_path / "tokenizer"]
-        folders = ["--output_dir", tmp_path / "run", "--cache_dir", tmp_path / "cache"]
-        train(*data, *folders, *shape, *PLAIN, "--max_steps", 1, alone=True)
-        return tmp_path / "run"
-
-    return with_tokenizer
-
-
-@pytest.mark.parametrize("make", [word_piece, characters])
-def test_bits_per_byte_are_those_of_the_text_under_any_tokenizer(tmp_path, run, make):
-    """Of a model that has learned nothing: the bits of a guess for each token, over the bytes of the text.
-
-    The vocabulary is the largest id + 1, also if there are gaps between the ids.
+    The vocabulary of the model is the largest id + 1, also if there are gaps between the ids.
     """
-    tokenizer = tokenizer_of(make)
-    folder = run(tokenizer)
-    config, event = json.loads((folder / "config.json").read_text()), read_events(folder, "eval")[0]
-    assert config["vocab_size"] == 1 + max(tokenizer.backend_tokenizer.get_vocab().values())
-    (packed,) = (tmp_path / "cache").iterdir()
-    counts = json.loads((packed / "metadata.json").read_text())["splits"]["validation"]
-    assert event["bits_per_byte"] == pytest.approx(
-        event["loss"] / np.log(2) * counts["text_tokens"] / counts["bytes"], rel=0.01
-    )
-    assert not run_script("scripts/evaluate_model.py", "--model", folder, "--text_file", tmp_path / "a.txt")
-    assert json.loads((folder / "evaluation.json").read_text())[0]["texts"][0]["num_bytes"] == len(
-        (ENGLISH * 2).encode()
-    )
-
-
-def test_a_run_without_bits_per_byte_has_losses(tmp_path, run, capsys):
-    """On token ids that do not say how long their text was. They are null in files and a dash in lines."""
-    tokenizer = tokenizer_of(word_piece)
-    rows = ids_of(tokenizer, make_documents(200))
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": ids}) + "\n" for ids in rows))
-    folder = run(tokenizer, "a.jsonl")
+    tokenizer = tokenizer_of(characters)
+    text = write_jsonl(tmp_path / "a.jsonl", ids_of(tokenizer, make_documents(200)))
+    prepare_dataset(TextSource((text,)), tmp_path / "d", tokenizer)
+    run = train(*ONE_STEP, dataset_dir=tmp_path / "d")
     out = capsys.readouterr().out
     assert ", - bits/byte" in out and "bits_per_byte:     -" in out
-    summary = json.loads((folder / "summary.json").read_text())
-    assert {event["bits_per_byte"] for event in [*read_events(folder, "eval"), summary]} == {None}
+    summary = read_summary(run)
+    assert {event["bits_per_byte"] for event in [*read_events(run, "eval"), summary]} == {None}
     assert summary["eval_loss"] > 1
+    largest = max(tokenizer.backend_tokenizer.get_vocab().values())
+    assert json.loads((run / "config.json").read_text())["vocab_size"] == largest + 1
 
 
 # ------------------------------------------------------------------ training a tokenizer

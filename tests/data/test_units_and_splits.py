@@ -165,10 +165,3 @@ def test_a_local_dataset_keeps_its_splits(tmp_path, small_units, kind):
         list_units(dataclasses.replace(source, dataset_split="test"))
     source = TextSource(dataset_name=write_dataset(tmp_path / "one", kind, {"train": train}))
     assert texts_of(source) == train and len(list_units(source)) > 2
-
-
-def test_a_dataset_written_without_splits_holds_out_exactly_its_percentage(tmp_path):
-    datasets.Dataset.from_dict({"text": make_documents(40), "n": range(40)}).save_to_disk(tmp_path / "data")
-    source = TextSource(dataset_name=str(tmp_path / "data"))
-    assert texts_of(source) == make_documents(40)
-    assert len(texts_of(source, "validation")) == 2
