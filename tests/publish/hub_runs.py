@@ -11,6 +11,7 @@ from recipe.publish.uploads import HubUploads
 REPO = "someone/tiny"
 PUSH = ["--push_to_hub", "--hub_model_id", REPO]
 SAVE = ["--save_steps", "2"]
+STATE = ["--hub_strategy", "checkpoint"]
 STEPS = ["step-000002-0.3k", "step-000004-0.5k"]  # how the branches of such a run begin
 BRANCHES = [f"{name}-aaaaaa" for name in STEPS]  # of `open_uploads`
 
