@@ -121,7 +121,10 @@ class HubStandIn:
                 return {}
             case ["GET"] | ["GET", "revision", _]:
                 revision = request[-1] if request[1:] else "main"
-                files = [{"rfilename": path, "blobId": file.oid} for path, file in repository.files(revision).items()]
+                files = [
+                    {"rfilename": path, "blobId": file.oid, "size": len(file.content)}
+                    for path, file in repository.files(revision).items()
+                ]
                 info = {"id": repo_id, "sha": repository.resolve(revision), "private": repository.private}
                 return {**info, "siblings": files, "tags": []}
             case ["GET", "refs"]:
