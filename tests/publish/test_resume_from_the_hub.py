@@ -2,13 +2,12 @@
 
 import pytest
 from helpers import list_steps, read_events, read_summary, read_weights
-from hub_runs import BRANCHES, PUSH, REPO, SAVE, branches_of, open_uploads, put
+from hub_runs import BRANCHES, PUSH, REPO, SAVE, STATE, branches_of, open_uploads, put
 from huggingface_hub import HfApi
 
 from recipe.checkpoint import STATE_NAME
 from recipe.errors import UserError
 
-STATE = ["--hub_strategy", "checkpoint"]
 RESUME = ["--resume_from_checkpoint", f"hf://{REPO}"]
 
 

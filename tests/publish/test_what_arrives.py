@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 import yaml
 from helpers import ROOT, TINY, default_arguments, launch, read_events, read_summary, read_words, run_script
-from hub_runs import BRANCHES, PUSH, REPO, SAVE, STEPS, branches_of, files_in, open_uploads, put, steps_of
+from hub_runs import BRANCHES, PUSH, REPO, SAVE, STATE, STEPS, branches_of, files_in, open_uploads, put, steps_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.checkpoint import CheckpointSaver, RunState
@@ -208,7 +208,7 @@ def test_a_branch_appears_when_it_is_complete(run, hub):
 def test_every_line_of_a_published_run_is_ours(hub, dataset_dir, tmp_path):
     """The client, Transformers and Python's warnings add nothing to the progress bar; lines fit into 80 columns."""
     options = default_arguments(dataset_dir, tmp_path / "run", TINY)
-    options += ["--optim", "muon", *SAVE, "--hub_strategy", "checkpoint"]
+    options += ["--optim", "muon", *SAVE, *STATE]
     launcher = ("--config_file", str(ROOT / "accelerate_configs" / "cpu.yaml"), "--num_cpu_threads_per_process", "2")
     result = launch([*options, *PUSH], tmp_path, launcher, COLUMNS="80")
     assert result.returncode == 0, result.stderr
@@ -225,21 +225,11 @@ def test_branches_count_tokens_in_a_unit_that_fits(tokens, name):
     assert branch_name(400, tokens, "abcdef012345") == f"step-000400-{name}-abcdef"
 
 
-def test_files_that_a_model_no_longer_has_leave_main(run, hub):
-    """Files that the recipe does not publish stay."""
-    assert open_uploads(run).finish(4)
-    put(hub, "vocab.json")
-    put(hub, "notes.txt")
-    assert open_uploads(run).finish(4)
-    assert "notes.txt" in hub.files(REPO)
-    assert "vocab.json" not in hub.files(REPO)
-
-
 def test_the_checkpoint_of_the_last_step_waits_for_the_final_model(train, hub, monkeypatch):
     """The final model arrives first: a disk may be deleted before all of the training state is on the Hub."""
     save = CheckpointSaver.save
     monkeypatch.setattr(CheckpointSaver, "save", lambda self, state: (save(self, state), self.wait()))
-    train(*PUSH, "--save_steps", "4", "--hub_strategy", "checkpoint")
+    train(*PUSH, "--save_steps", "4", *STATE)
     commits = [path for _, path, _, _ in hub.requests if "/commit/" in path]
     assert len(commits) > 1
     assert commits[0].endswith("/commit/main")
