@@ -104,12 +104,11 @@ class Repository:
         }
         if not files:
             raise Refused(404, f"{folder} does not exist", "EntryNotFound")
-        found = []
-        for path, file in files.items():
-            if recursive or "/" not in path:
-                size = len(file.content)
-                lfs = {"lfs": {"oid": file.oid, "size": size, "pointerSize": 134}} if file.large else {}
-                found.append({"type": "file", "path": prefix + path, "size": size, "oid": file.oid, **lfs})
+        found = [
+            {"type": "file", "path": prefix + path, "size": len(file.content), "oid": file.oid}
+            for path, file in files.items()
+            if recursive or "/" not in path
+        ]
         folders = {prefix + path.split("/")[0] for path in files if "/" in path}
         return found + [{"type": "directory", "path": path, "oid": "0" * 40} for path in sorted(folders)]
 

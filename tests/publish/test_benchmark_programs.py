@@ -36,7 +36,8 @@ def test_the_bare_loop_and_the_recipe_are_the_same_loop(train, dataset_dir, tmp_
     options["config_overrides"] = "attn_pdrop=0,resid_pdrop=0,embd_pdrop=0"
     typed = [text for key, value in options.items() for text in (f"--{key}", value)]
     run = train(*typed, shape=["--model_name_or_path", start, "--block_size", BLOCK_SIZE], output_dir=tmp_path / "run")
-    expected, losses = values_of(run, "loss"), []
+    expected = values_of(run, "loss")
+    losses = []
 
     def build_started_model(config, **attention):
         model = AutoModelForCausalLM.from_config(config, **attention)
@@ -83,7 +84,9 @@ def sweep(tmp_path, monkeypatch, capsys):
 
     A value above 100 fails. Returns the function, the options of all trainings, and the output file.
     """
-    program, trained, path = load_program("scripts/benchmarks/sweep.py"), [], tmp_path / "sweep.json"
+    program = load_program("scripts/benchmarks/sweep.py")
+    path = tmp_path / "sweep.json"
+    trained = []
     environment = {"device": "CPU", "num_cpus": 1}
     measured = {"tokens_seen": 1000, "tokens_per_second": 10.0, "train_seconds": 1.0, "bits_per_byte": 2.0}
     measured |= {"finished_at": "", "environment": environment}
@@ -161,7 +164,8 @@ def compare(dataset_dir, monkeypatch, *programs: Path, output_file: Path) -> Non
 
 def test_programs_take_turns_of_four_steps_and_are_stopped_in_between(dataset_dir, tmp_path, monkeypatch, capsys):
     """nanoGPT gets our tokens and the precision of recipe/train.py, and every turn is timed."""
-    laps, nanogpt = tmp_path / "laps.txt", tmp_path / "nanoGPT"
+    laps = tmp_path / "laps.txt"
+    nanogpt = tmp_path / "nanoGPT"
     nanogpt.mkdir()
     (nanogpt / "laps.txt").write_text(str(laps))
     shutil.copy(PROGRAMS / "nanogpt_train.py", nanogpt / "train.py")

@@ -29,7 +29,8 @@ def test_the_first_run_needs_no_arguments(train, tmp_path, monkeypatch):
     assert summary["eval_loss"] < summary["initial"]["loss"] - 1.3
     model = AutoModelForCausalLM.from_pretrained(run)
     assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(run))
-    closing, resume = result.stdout.partition("\n---\n")[2], "--resume_from_checkpoint runs/demo/checkpoint-"
+    closing = result.stdout.partition("\n---\n")[2]
+    resume = "--resume_from_checkpoint runs/demo/checkpoint-"
     for part in ("scripts/generate_text.py --model runs/demo", resume, "--train_file TEXT.txt", "GPT-2 124M"):
         assert part in closing
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("train-*.bin")}
@@ -48,7 +49,8 @@ def test_from_own_text_to_a_sample(train, tmp_path, monkeypatch, capsys):
     assert len(AutoTokenizer.from_pretrained("tok")) == 400
     assert not run_script("scripts/prepare_data.py", *text, *tokenizer, "--output_dir", "packed")
     command = capsys.readouterr().out.splitlines()[-1].partition("recipe/train.py ")[2].split()
-    small, prepared = [*TINY, *PLAIN, "--max_steps", "1", "--global_batch_size", "4"], []
+    small = [*TINY, *PLAIN, "--max_steps", "1", "--global_batch_size", "4"]
+    prepared = []
     for name, arguments in {"run": command, "direct": [*text, *tokenizer]}.items():
         train(*arguments, *small, "--output_dir", name, alone=True)
         prepared.append(read_summary(Path(name))["dataset_content_sha256"])

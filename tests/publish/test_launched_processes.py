@@ -44,7 +44,8 @@ def two_processes(tmp_path_factory, dataset_dir, evaluation):
 @pytest.mark.parametrize("name", ["aot_eager", "aot_eager+"])
 def test_gradients_reduced_in_several_buckets_are_those_of_one_process(train, two_processes, tmp_path, name):
     """Compiled, with recomputation (+) or without: the losses and gradient norms are the same but for rounding."""
-    one, run = train(*SHORT, output_dir=tmp_path / "one"), two_processes[0] / name
+    one = train(*SHORT, output_dir=tmp_path / "one")
+    run = two_processes[0] / name
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["num_processes"], summary["dynamo_backend"]) == (2, "aot_eager")
     for event, key, count in (("train", "loss", 6), ("train", "grad_norm", 6), ("eval", "loss", 3)):

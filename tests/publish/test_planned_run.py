@@ -108,7 +108,7 @@ def test_rates_and_memory_are_those_of_the_precision(plan):
 
 
 @pytest.fixture
-def program(monkeypatch):
+def program():
     return load_program(SCRIPT)
 
 

@@ -113,7 +113,8 @@ def test_an_upload_keeps_what_its_owner_edited_on_the_card(run, hub, capsys, is_
 def test_an_edit_during_an_upload_is_not_lost(run, hub, monkeypatch):
     """Its commit is refused, and the next attempt sees the edit."""
     upload_step_2(run)
-    commit_files, edits = hub_room.commit_files, ["main"]
+    commit_files = hub_room.commit_files
+    edits = ["main"]
     monkeypatch.setattr(
         hub_room, "commit_files", lambda *a: (edits and edit_card(hub, edits.pop()), commit_files(*a))[1]
     )
@@ -134,7 +135,8 @@ def test_a_private_model_is_never_uploaded_to_a_public_repository(run, train, hu
     assert hub.files(REPO) == {} and branches_of(hub) == []
     hub.repositories[REPO].private = True
     assert open_uploads(run, "--hub_private_repo").finish(4)
-    before, hub.repositories[REPO].private = hub.branches(REPO), False
+    before = hub.branches(REPO)
+    hub.repositories[REPO].private = False
     assert not open_uploads(run, "--hub_private_repo").finish(4) and hub.branches(REPO) == before
 
 
