@@ -1,25 +1,17 @@
 """A finished run that has published nothing, and uploads without pauses."""
 
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from recipe.publish import uploads
-from recipe.publish.uploads import HubUploads
 
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
     """Do not wait before another attempt."""
     monkeypatch.setattr(uploads, "PAUSE_SECONDS", 0.0)
-
-
-@pytest.fixture
-def all_arrive(monkeypatch):
-    """Let a run upload every checkpoint, also those that a newer one replaces if uploads fall behind."""
-    monkeypatch.setattr("recipe.train.HubUploads", partial(HubUploads, keeps_all=True))
 
 
 @pytest.fixture(scope="module")

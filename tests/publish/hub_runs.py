@@ -11,14 +11,15 @@ from recipe.publish.uploads import HubUploads
 REPO = "someone/tiny"
 PUSH = ["--push_to_hub", "--hub_model_id", REPO]
 SAVE = ["--save_steps", "2"]
-STEPS = ["step-000002-0.3k", "step-000004-0.5k"]  # how the branches of such a run begin
-BRANCHES = [f"{name}-aaaaaa" for name in STEPS]  # of `open_uploads`
+STATE = ["--hub_strategy", "checkpoint"]
+BRANCHES = ["step-000002-0.3k-aaaaaa", "step-000004-0.5k-aaaaaa"]  # of `open_uploads`
 
 
 def open_uploads(run: Path, *options: str, run_id: str = "a" * 12) -> HubUploads:
     """Return what a run with this id has staged for its upload at its end."""
     config = load_config(["--config", str(run / "training_config.yaml"), *PUSH, *options]).config
-    uploads, log = HubUploads(config, run_id, run, print, keeps_all=True), run / "metrics.jsonl"
+    uploads = HubUploads(config, run_id, run, print, keeps_all=True)
+    log = run / "metrics.jsonl"
     log.write_text(re.sub(r'"run_id": "\w+"', f'"run_id": "{run_id}"', log.read_text()))
     for step in (2, 4):
         uploads.add(run / f"checkpoint-{step}", step)
@@ -27,10 +28,6 @@ def open_uploads(run: Path, *options: str, run_id: str = "a" * 12) -> HubUploads
 
 def branches_of(hub, repo: str = REPO) -> list[str]:
     return sorted(set(hub.branches(repo)) - {"main"})
-
-
-def steps_of(hub) -> list[str]:
-    return [name.rpartition("-")[0] for name in branches_of(hub)]
 
 
 def put(hub, name: str, content: bytes = b"mine", branch: str = "main") -> None:

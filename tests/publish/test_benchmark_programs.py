@@ -28,29 +28,7 @@ PROGRAMS = ROOT / "tests" / "programs"
 # ---------------------------------------------------------------- the bare loop
 
 
-@pytest.fixture
-def bare_loop(dataset_dir, monkeypatch):
-    """The program, whose constants a call replaces before it trains: `bare_loop(MAX_STEPS=10)`."""
-    program = load_program("scripts/bare_loop.py")
-
-    def run(**constants: object) -> None:
-        for name, value in constants.items():
-            monkeypatch.setattr(program, name, value)
-        monkeypatch.setattr(sys, "argv", ["bare_loop.py", str(dataset_dir)])
-        program.main()
-
-    run.program = program
-    return run
-
-
-def test_the_bare_loop_learns(bare_loop, capsys):
-    """Thirty steps bring the loss far below that of a uniform guess, log(512)."""
-    bare_loop(MAX_STEPS=30, LOG_STEPS=10, WARMUP_STEPS=5, N_EMBD=32, GRAD_ACCUM=2, PEAK_LR=1e-2)
-    losses = [float(found) for found in re.findall(r"loss ([\d.]+)", capsys.readouterr().out)]
-    assert len(losses) == 3 and losses == sorted(losses, reverse=True) and losses[-1] < math.log(512) - 1.5
-
-
-def test_the_bare_loop_and_the_recipe_are_the_same_loop(train, bare_loop, tmp_path, monkeypatch):
+def test_the_bare_loop_and_the_recipe_are_the_same_loop(train, dataset_dir, tmp_path, monkeypatch, capsys):
     """From the same weights, on the same rows, the losses of ten steps in fp32 agree within 1e-5."""
     start = train(*ONE_STEP, output_dir=tmp_path / "start")
     options = {"max_steps": 10, "logging_steps": 1, "learning_rate": 1e-2, "warmup_steps": 3, "global_batch_size": 8}
@@ -58,10 +36,12 @@ def test_the_bare_loop_and_the_recipe_are_the_same_loop(train, bare_loop, tmp_pa
     options["config_overrides"] = "attn_pdrop=0,resid_pdrop=0,embd_pdrop=0"
     typed = [text for key, value in options.items() for text in (f"--{key}", value)]
     run = train(*typed, shape=["--model_name_or_path", start, "--block_size", BLOCK_SIZE], output_dir=tmp_path / "run")
-    expected, losses = values_of(run, "loss"), []
+    expected = values_of(run, "loss")
+    losses = []
 
     def build_started_model(config, **attention):
-        model, weights = AutoModelForCausalLM.from_config(config, **attention), load_file(start / "model.safetensors")
+        model = AutoModelForCausalLM.from_config(config, **attention)
+        weights = load_file(start / "model.safetensors")
         for name, parameter in model.named_parameters():
             parameter.data[: len(weights[name])] = weights[name]
         return model
@@ -70,24 +50,29 @@ def test_the_bare_loop_and_the_recipe_are_the_same_loop(train, bare_loop, tmp_pa
         losses.append(F.cross_entropy(*arguments))
         return losses[-1]
 
+    program = load_program("scripts/bare_loop.py")
+    constants = {
+        "MAX_STEPS": 10,
+        "LOG_STEPS": 1,
+        "WARMUP_STEPS": 3,
+        "PEAK_LR": 1e-2,
+        "MICRO_BATCH": 4,
+        "GRAD_ACCUM": 2,
+    }
+    constants |= {"BLOCK_SIZE": BLOCK_SIZE, "N_LAYER": 2, "N_HEAD": 2, "N_EMBD": 32}
+    constants["time_product"] = lambda *_: 1.0  # fp32
+    constants["AutoModelForCausalLM"] = SimpleNamespace(from_config=build_started_model)
+    constants["F"] = SimpleNamespace(cross_entropy=record_loss)
+    for name, value in constants.items():
+        monkeypatch.setattr(program, name, value)
     monkeypatch.setattr(torch, "randperm", lambda n: torch.from_numpy(example_rows(np.arange(n), n, 5)))
-    bare_loop(
-        **{"MAX_STEPS": 10, "WARMUP_STEPS": 3, "PEAK_LR": 1e-2, "MICRO_BATCH": 4, "GRAD_ACCUM": 2},
-        **{"BLOCK_SIZE": BLOCK_SIZE, "N_LAYER": 2, "N_HEAD": 2, "N_EMBD": 32},
-        time_product=lambda *_: 1.0,  # fp32
-        AutoModelForCausalLM=SimpleNamespace(from_config=build_started_model),
-        F=SimpleNamespace(cross_entropy=record_loss),
-    )
+    monkeypatch.setattr(sys, "argv", ["bare_loop.py", str(dataset_dir)])
+    capsys.readouterr()
+    program.main()
     found = torch.stack(losses).detach().view(10, 2).mean(dim=1).tolist()
     assert found == pytest.approx(expected, abs=1e-5) and expected[-1] < expected[0] - 0.5
-
-
-def test_the_bare_loops_learning_rate_rises_to_its_peak_and_falls_to_a_tenth(bare_loop):
-    program = bare_loop.program
-    rates = [program.learning_rate(step) for step in range(program.MAX_STEPS)]
-    assert max(rates) == pytest.approx(program.PEAK_LR) == pytest.approx(rates[program.WARMUP_STEPS])
-    assert rates[0] == 0 and rates[1] == pytest.approx(program.PEAK_LR / program.WARMUP_STEPS)
-    assert rates[-1] == pytest.approx(program.PEAK_LR / 10, rel=1e-3)
+    printed = [float(loss) for loss in re.findall(r"loss ([\d.]+)", capsys.readouterr().out)]
+    assert printed == pytest.approx(expected, abs=1e-4)
 
 
 # ---------------------------------------------------------------- sweeps
@@ -99,7 +84,9 @@ def sweep(tmp_path, monkeypatch, capsys):
 
     A value above 100 fails. Returns the function, the options of all trainings, and the output file.
     """
-    program, trained, path = load_program("scripts/benchmarks/sweep.py"), [], tmp_path / "sweep.json"
+    program = load_program("scripts/benchmarks/sweep.py")
+    path = tmp_path / "sweep.json"
+    trained = []
     environment = {"device": "CPU", "num_cpus": 1}
     measured = {"tokens_seen": 1000, "tokens_per_second": 10.0, "train_seconds": 1.0, "bits_per_byte": 2.0}
     measured |= {"finished_at": "", "environment": environment}
@@ -129,8 +116,9 @@ def sweep(tmp_path, monkeypatch, capsys):
     return start, trained, path
 
 
-def test_a_sweep_gives_mean_and_standard_deviation(sweep):
+def test_a_sweep_gives_mean_and_standard_deviation_and_goes_on_where_its_file_ends(sweep):
     start, trained, path = sweep
+    start("learning_rate", 1, "--seeds", 0, "--max_steps", 5)
     text = start("learning_rate", 1, 2, "--seeds", 0, 1, 3, "--max_steps", 5)
     found = [(options["--learning_rate"], options["--seed"]) for options in trained]
     assert sorted(found) == [(value, seed) for value in "12" for seed in "013"]
@@ -148,13 +136,6 @@ def test_a_sweep_of_two_options_sets_both_and_draws_their_curves(sweep, tmp_path
     assert {(of["--learning_rate"], of["--optim"]) for of in trained} == {("1", "muon"), ("2", "adamw_torch")}
     assert json.loads(path.read_text())["runs"][1]["curve"] == [[500, 0.5, 2.2], [1000, 1.0, 2.1]]
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_sweep_continues_where_its_file_ends(sweep):
-    start, trained, _ = sweep
-    start("learning_rate", 1, "--seeds", 0)
-    start("learning_rate", 1, 2, "--seeds", 0)
-    assert [options["--learning_rate"] for options in trained] == ["1", "2"]
 
 
 def test_a_run_that_fails_is_a_row_of_the_sweep_with_its_reason(sweep, tmp_path):
@@ -183,7 +164,8 @@ def compare(dataset_dir, monkeypatch, *programs: Path, output_file: Path) -> Non
 
 def test_programs_take_turns_of_four_steps_and_are_stopped_in_between(dataset_dir, tmp_path, monkeypatch, capsys):
     """nanoGPT gets our tokens and the precision of recipe/train.py, and every turn is timed."""
-    laps, nanogpt = tmp_path / "laps.txt", tmp_path / "nanoGPT"
+    laps = tmp_path / "laps.txt"
+    nanogpt = tmp_path / "nanoGPT"
     nanogpt.mkdir()
     (nanogpt / "laps.txt").write_text(str(laps))
     shutil.copy(PROGRAMS / "nanogpt_train.py", nanogpt / "train.py")

@@ -53,11 +53,10 @@ def test_a_model_in_bf16_is_half_as_large(model_dir, dataset_dir, tmp_path, caps
 @needs_bitsandbytes
 def test_int8_rounds_each_weight_to_one_byte(model_dir, dataset_dir, tmp_path, capsys):
     """In steps of its channel's largest value; zeros stay zero. The folder loads, generates and is evaluated."""
-    out, data = tmp_path / "out", ["--dataset_dir", dataset_dir]
-    assert (
-        run_script(SCRIPT, "--model", model_dir, "--quantize", "int8", "--prune", 0.3, *data, "--output_dir", out)
-        == ""
-    )
+    out = tmp_path / "out"
+    data = ["--dataset_dir", dataset_dir]
+    options = ["--model", model_dir, "--quantize", "int8", "--prune", 0.3, "--output_dir", out]
+    assert run_script(SCRIPT, *options, *data) == ""
     after = AutoModelForCausalLM.from_pretrained(out)
     assert {weight.dtype for weight in matrices(after).values()} == {torch.int8}
     original = matrices(AutoModelForCausalLM.from_pretrained(model_dir))["h.1.mlp.c_fc"].T  # Conv1D: [in, out]

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import signal
 from pathlib import Path
 from unittest import mock
 
@@ -15,37 +14,30 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from recipe.evaluation.validation import Validation
 
 
-@pytest.fixture(scope="module")
-def first_run(tmp_path_factory):
-    """The demo, shortened, in an empty folder. Returns the finished process and the folder."""
-    folder = tmp_path_factory.mktemp("first")
-    return launch(["--max_steps", "20", "--max_eval_samples", "8"], cwd=folder, CUDA_VISIBLE_DEVICES=""), folder
-
-
-def test_the_first_run_needs_no_arguments(first_run):
+def test_the_first_run_needs_no_arguments(train, tmp_path, monkeypatch):
     """The demo prepares a corpus, and trains a tokenizer and a model, which learns; it ends with the next commands.
 
-    The checkpoint to resume from is the last one before the decay.
+    The checkpoint to resume from is the last one before the decay. A second run uses the same data, in a folder of its
+    own.
     """
-    result, folder = first_run
+    short = ["--max_steps", "20", "--max_eval_samples", "8"]
+    result = launch(short, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 0, result.stderr
     assert "20/20" in result.stderr and "tok/s" in result.stderr  # the progress bar
-    summary = read_summary(folder / "runs" / "demo")
+    run = tmp_path / "runs" / "demo"
+    summary = read_summary(run)
     assert summary["eval_loss"] < summary["initial"]["loss"] - 1.3
-    model = AutoModelForCausalLM.from_pretrained(folder / "runs" / "demo")
-    assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(folder / "runs" / "demo"))
-    closing, resume = result.stdout.partition("\n---\n")[2], "--resume_from_checkpoint runs/demo/checkpoint-"
+    model = AutoModelForCausalLM.from_pretrained(run)
+    assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(run))
+    closing = result.stdout.partition("\n---\n")[2]
+    resume = "--resume_from_checkpoint runs/demo/checkpoint-"
     for part in ("scripts/generate_text.py --model runs/demo", resume, "--train_file TEXT.txt", "GPT-2 124M"):
         assert part in closing
-
-
-def test_a_second_run_reuses_the_data_in_a_folder_of_its_own(train, first_run, monkeypatch):
-    folder = first_run[1]
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("train-*.bin")}
-    monkeypatch.chdir(folder)
-    train("--max_steps", "1", "--max_eval_samples", "8", output_dir=folder / "runs" / "demo-2", alone=True)
-    assert (folder / "runs" / "demo-2" / "summary.json").is_file()
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("train-*.bin")} == before != {}
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("train-*.bin")}
+    monkeypatch.chdir(tmp_path)
+    train("--max_steps", "1", "--max_eval_samples", "8", alone=True)
+    assert (tmp_path / "runs" / "demo-2" / "summary.json").is_file()
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("train-*.bin")} == before != {}
 
 
 def test_from_own_text_to_a_sample(train, tmp_path, monkeypatch, capsys):
@@ -57,7 +49,8 @@ def test_from_own_text_to_a_sample(train, tmp_path, monkeypatch, capsys):
     assert len(AutoTokenizer.from_pretrained("tok")) == 400
     assert not run_script("scripts/prepare_data.py", *text, *tokenizer, "--output_dir", "packed")
     command = capsys.readouterr().out.splitlines()[-1].partition("recipe/train.py ")[2].split()
-    small, prepared = [*TINY, *PLAIN, "--max_steps", "1", "--global_batch_size", "4"], []
+    small = [*TINY, *PLAIN, "--max_steps", "1", "--global_batch_size", "4"]
+    prepared = []
     for name, arguments in {"run": command, "direct": [*text, *tokenizer]}.items():
         train(*arguments, *small, "--output_dir", name, alone=True)
         prepared.append(read_summary(Path(name))["dataset_content_sha256"])
@@ -92,23 +85,6 @@ def test_printed_commands_run_as_printed(train, tmp_path, monkeypatch, capsys, d
         summaries = sorted(Path().glob("my*/summary.json"), key=os.path.getmtime)
         before, after = (json.loads(path.read_text())["step"] for path in summaries)
         assert abs(after - 2 * before) <= 1  # epochs end with a part of a step
-
-
-def test_the_printed_way_to_resume_a_stopped_run_resumes_it(train, tmp_path, monkeypatch, capsys, dataset_dir):
-    monkeypatch.chdir(tmp_path)
-    options = ["--dataset_dir", dataset_dir, *TINY, *PLAIN, "--global_batch_size", 4, "--warmup_steps", 1]
-    options += ["--run_name", "my run", "--max_eval_samples", 4, "--max_steps", 6, "--logging_steps", 1]
-
-    def stop_after_two(_, state):
-        if state.step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return state.step / 6
-
-    with mock.patch("recipe.run.decide.measure_progress", stop_after_two), pytest.raises(SystemExit):
-        train(*options, alone=True)
-    resume = capsys.readouterr().out.partition("repeat your command with\n")[2].splitlines()[0]
-    train(*options, *shlex.split(resume), alone=True)
-    assert list_steps(Path("runs", "my run")) == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("at", ["__init__", "run"])  # before the loop, and in its first evaluation

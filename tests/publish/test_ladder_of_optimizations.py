@@ -17,14 +17,7 @@ from helpers import BLOCK_SIZE, PLAIN, ROOT, load_program, run_training
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SCRIPT = "scripts/run_ladder.py"
-NOT_OF_THE_MODEL = (
-    "architectures",
-    "dtype",
-    "transformers_version",
-    "_name_or_path",
-    "n_ctx",
-    "summary_first_dropout",
-)
+NOT_COMPARED = ("architectures", "dtype", "transformers_version", "_name_or_path", "n_ctx", "summary_first_dropout")
 PROGRAMS = ROOT / "tests" / "programs"
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -70,11 +63,8 @@ def fp32(program, config):
 
 @pytest.mark.parametrize(
     ("rung", "tolerance"),
-    [
-        ("half", 5e-3),
-        ("padding", 0.03),
-        *((name, 1e-5) for name in ("flash", "fused", "packed", "no_sync", "loss_in_graph")),
-    ],
+    [("half", 5e-3), ("padding", 0.03)]
+    + [(name, 1e-5) for name in ("flash", "fused", "packed", "no_sync", "loss_in_graph")],
 )
 def test_an_optimization_does_not_change_the_loss(rung, tolerance, program, config, fp32):
     """Padding adds random logits that count: log(512 / 500) here, log(50304 / 50257) with GPT-2's vocabulary."""
@@ -91,7 +81,7 @@ def test_the_top_of_the_ladder_is_the_recipe(program, config, options, in_proces
     assert plain["loss"] == pytest.approx(recipe["loss"], abs=1e-5) and plain["steps"] == recipe["steps"] == 12
     assert plain["num_parameters"] == recipe["num_parameters"]
     ours, theirs = (config.to_dict() for config in (build.call_args.args[0], *in_process))
-    for key in NOT_OF_THE_MODEL:
+    for key in NOT_COMPARED:
         ours.pop(key, None)
         theirs.pop(key, None)
     assert ours == theirs
@@ -133,9 +123,7 @@ def test_each_rung_fills_the_memory_that_it_frees(program, config, monkeypatch):
     assert list(sizes.values()) == sorted(sizes.values()) and all(size % 4 == 0 for size in sizes.values())
 
 
-def test_the_ladder_leaves_a_table_a_json_file_and_a_chart(
-    program, in_process, options, tmp_path, monkeypatch, capsys
-):
+def test_the_ladder_leaves_a_table_a_file_and_a_chart(program, in_process, options, tmp_path, monkeypatch, capsys):
     """The table fits a terminal."""
     monkeypatch.setattr("sys.argv", [SCRIPT, *options, "--rungs", "flash", "--output_file", f"{tmp_path}/ladder.json"])
     program.main()

@@ -46,7 +46,8 @@ def tensor_bytes():
 @pytest.mark.parametrize("error", [None, UserError("a mistake"), KeyboardInterrupt(), ZeroDivisionError()])
 def test_a_run_leaves_its_process_as_it_was(train, dataset_dir, tmp_path, monkeypatch, error):
     """However a run ends, the next one may have another precision, and go on in the same folder."""
-    before, options = describe_process(), ["--dynamo_backend", "aot_eager", "--save_steps", "1"]
+    before = describe_process()
+    options = ["--dynamo_backend", "aot_eager", "--save_steps", "1"]
     arguments = ["train.py", *default_arguments(dataset_dir, tmp_path / "run", TINY), *options]
     with monkeypatch.context() as patch:
         patch.setattr(sys, "argv", list(map(str, arguments)))
@@ -64,7 +65,8 @@ def test_a_run_leaves_its_process_as_it_was(train, dataset_dir, tmp_path, monkey
 
 def test_nothing_of_earlier_runs_is_left_in_memory(train, tmp_path):
     """The runs are compiled, and the second one has another size and precision."""
-    before, after = tensor_bytes(), []
+    before = tensor_bytes()
+    after = []
     for number, (width, precision) in enumerate(((32, "no"), (64, "bf16"), (32, "no"))):
         shape = ["--config_overrides", f"n_layer=2,n_head=2,n_embd={width}", "--mixed_precision", precision]
         train(*shape, "--dynamo_backend", "aot_eager", output_dir=tmp_path / str(number))

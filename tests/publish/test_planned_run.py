@@ -92,28 +92,23 @@ def test_the_vocabulary_is_the_models_or_the_datasets(plan, dataset_dir, tmp_pat
     assert plan(f"--config gpt2_124m --dataset_dir {dataset_dir}")["parameters"] == 124_475_904 - (50304 - 512) * 768
 
 
-def test_no_rate_is_known_for_fp32(plan):
+def test_a_plan_is_of_the_run_that_the_options_name(plan):
+    """The default recipe is that of training: the demo, with a million parameters, as long as the machine allows."""
+    assert plan("")["parameters"] == 1_088_256 and plan("")["tokens"] is None
+    typed = plan("--config gpt2_124m --per_device_train_batch_size 4 --activation_checkpointing")
+    assert (typed["micro_batch"], typed["options"]) == (4, ["--activation_checkpointing"])
+
+
+def test_rates_and_memory_are_those_of_the_precision(plan):
+    """Data sheets name no rate for fp32, and a GPU without bf16 trains in fp16."""
     known, unknown = (plan(f"--config gpt2_124m --mixed_precision {name}") for name in ("bf16", "no"))
     assert known["step_ms"] and known["gpu_hours"] and unknown["step_ms"] is unknown["gpu_hours"] is None
-
-
-def test_the_default_recipe_is_that_of_training(plan):
-    """The demo has a million parameters, and its length depends on the machine."""
-    assert plan("")["parameters"] == 1_088_256 and plan("")["tokens"] is None
-
-
-def test_typed_options_of_the_run_are_kept(plan):
-    found = plan("--config gpt2_124m --per_device_train_batch_size 4 --activation_checkpointing")
-    assert (found["micro_batch"], found["options"]) == (4, ["--activation_checkpointing"])
-
-
-def test_a_gpu_without_bf16_is_planned_in_fp16(plan):
     parts = [plan(f"--gpu t4 {options}")["parts"] for options in ("", "--fp16", "--mixed_precision no")]
     assert parts[0] == parts[1] != parts[2]
 
 
 @pytest.fixture
-def program(monkeypatch):
+def program():
     return load_program(SCRIPT)
 
 
@@ -206,21 +201,18 @@ def test_ten_real_steps_are_extrapolated_and_leave_nothing(dataset_dir, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
-def test_a_failed_check_is_the_exit_status(program, monkeypatch, capsys):
+def test_failed_checks_name_the_remedy_and_are_the_exit_status(program, monkeypatch, capsys):
     """The other checks still run, and the run is planned."""
-    monkeypatch.setattr(program, "check_compiler", mock.Mock(side_effect=RuntimeError("g++ is broken")))
+    monkeypatch.setattr(program, "why_no_inductor", lambda _: "no C++ compiler")
+    monkeypatch.setattr(program, "check_device", mock.Mock(side_effect=RuntimeError("no kernel image")))
     monkeypatch.setattr("sys.argv", [SCRIPT, "--config", "gpt2_124m"])
-    with pytest.raises(UserError, match="1"):
+    with pytest.raises(UserError, match="2"):
         program.main()
     found = capsys.readouterr().out
-    assert "g++ is broken" in found and found.count("FAILED ") == 1 and found.count("ok ") == 4
+    assert found.count("FAILED ") == 2 and found.count("ok ") == 3
+    assert "no kernel image" in found
+    assert re.search(r"FAILED .*no C\+\+ compiler.*--dynamo_backend no", found)
     assert "124,475,904, vocabulary of 50,304" in found
-
-
-def test_a_check_that_fails_names_the_remedy(program, monkeypatch):
-    monkeypatch.setattr(program, "why_no_inductor", lambda _: "no C++ compiler")
-    with pytest.raises(UserError, match="--dynamo_backend no"):
-        program.check_compiler()
 
 
 def test_a_run_that_fails_is_quoted_without_the_launchers_traceback(program, monkeypatch):

@@ -2,13 +2,12 @@
 
 import pytest
 from helpers import list_steps, read_events, read_summary, read_weights
-from hub_runs import BRANCHES, PUSH, REPO, SAVE, branches_of, open_uploads, put
+from hub_runs import BRANCHES, PUSH, REPO, SAVE, STATE, branches_of, open_uploads, put
 from huggingface_hub import HfApi
 
 from recipe.checkpoint import STATE_NAME
 from recipe.errors import UserError
 
-STATE = ["--hub_strategy", "checkpoint"]
 RESUME = ["--resume_from_checkpoint", f"hf://{REPO}"]
 
 
@@ -17,7 +16,8 @@ def test_another_machine_resumes_bit_for_bit_with_the_whole_log(train, hub, tmp_
     """The newest branch is resumed without a revision, and with `auto`, which begins a run on an empty Hub."""
     push = [*PUSH, *SAVE, "--hub_strategy", "all_checkpoints"]
     first = train(*push, "--resume_from_checkpoint", "auto", output_dir=tmp_path / "first")
-    branches, repository = branches_of(hub), hub.repositories[REPO]
+    branches = branches_of(hub)
+    repository = hub.repositories[REPO]
     del repository.branches[branches[1]]  # as if the first machine had gone after step 2
     if how == "auto":  # and before it published a model on main
         repository.branches["main"] = next(iter(repository.commits))

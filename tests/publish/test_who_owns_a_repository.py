@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from helpers import read_events
-from hub_runs import BRANCHES, PUSH, REPO, SAVE, branches_of, open_uploads, put
+from hub_runs import BRANCHES, PUSH, REPO, SAVE, STATE, branches_of, open_uploads, put
 from huggingface_hub import HfApi
 
 from recipe.errors import UserError
@@ -71,13 +71,16 @@ def test_files_of_others_are_not_replaced_without_consent(run, train, hub, tmp_p
 def test_consent_replaces_all_files_of_another_model(run, hub):
     """Files that the new model does not have go, too, also later; files that are no part of a model stay."""
     HfApi().create_repo(REPO)
-    gone = ("vocab.json", "adapter_config.json", "optimizer.pt")
+    gone = {"vocab.json", "adapter_config.json", "optimizer.pt"}
     for name in (*gone, "README.md", "model.safetensors", "notes.txt"):
         put(hub, name)
-    uploads = open_uploads(run, "--hub_overwrite", "--hub_strategy", "checkpoint")
+    uploads = open_uploads(run, "--hub_overwrite", *STATE)
     shutil.rmtree(run / ".hub" / "step-000002")
     assert uploads.finish()  # of a checkpoint with its training state
     assert hub.files(REPO)["model.safetensors"] == (run / "checkpoint-4" / "model.safetensors").read_bytes()
+    assert {*gone, "notes.txt"} & set(hub.files(REPO)) == {"notes.txt"}
+    put(hub, "vocab.json")  # as if the run's model had had it before
+    assert open_uploads(run).finish(4)
     assert {*gone, "notes.txt"} & set(hub.files(REPO)) == {"notes.txt"}
 
 
@@ -110,7 +113,8 @@ def test_an_upload_keeps_what_its_owner_edited_on_the_card(run, hub, capsys, is_
 def test_an_edit_during_an_upload_is_not_lost(run, hub, monkeypatch):
     """Its commit is refused, and the next attempt sees the edit."""
     upload_step_2(run)
-    commit_files, edits = hub_room.commit_files, ["main"]
+    commit_files = hub_room.commit_files
+    edits = ["main"]
     monkeypatch.setattr(
         hub_room, "commit_files", lambda *a: (edits and edit_card(hub, edits.pop()), commit_files(*a))[1]
     )
@@ -131,7 +135,8 @@ def test_a_private_model_is_never_uploaded_to_a_public_repository(run, train, hu
     assert hub.files(REPO) == {} and branches_of(hub) == []
     hub.repositories[REPO].private = True
     assert open_uploads(run, "--hub_private_repo").finish(4)
-    before, hub.repositories[REPO].private = hub.branches(REPO), False
+    before = hub.branches(REPO)
+    hub.repositories[REPO].private = False
     assert not open_uploads(run, "--hub_private_repo").finish(4) and hub.branches(REPO) == before
 
 
@@ -146,7 +151,7 @@ def test_a_second_run_that_may_overwrite_changes_no_branch_of_the_first(run, hub
     """The second run, of the same steps, has its model on main, and its state is the one that resumes."""
     assert open_uploads(run, "--hub_strategy", "all_checkpoints").finish(4)
     first = {name: commit for name, commit in hub.branches(REPO).items() if name != "main"}
-    options = [*PUSH, *SAVE, "--seed", "1", "--hub_strategy", "checkpoint"]
+    options = [*PUSH, *SAVE, "--seed", "1", *STATE]
     second = train(*options, "--hub_overwrite", output_dir=tmp_path / "second")
     assert first.items() <= hub.branches(REPO).items()
     assert hub.files(REPO)["model.safetensors"] == (second / "checkpoint-4" / "model.safetensors").read_bytes()
@@ -159,7 +164,7 @@ def test_a_second_run_that_may_overwrite_changes_no_branch_of_the_first(run, hub
 @pytest.mark.parametrize("address", ["auto", f"hf://{REPO}"])
 def test_a_run_from_the_hub_with_another_schedule_is_a_new_one(train, hub, tmp_path, address):
     """Without another repository, a fork of a published run is refused before it changes any branch."""
-    options = [*PUSH, *SAVE, "--hub_strategy", "checkpoint"]
+    options = [*PUSH, *SAVE, *STATE]
     train(*options, output_dir=tmp_path / "first")
     before = hub.branches(REPO)
     with pytest.raises(UserError, match="another run, .*another schedule.* pass another --hub_model_id"):
