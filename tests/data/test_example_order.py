@@ -113,8 +113,9 @@ def test_each_epoch_cuts_the_text_elsewhere(wide_split):
     assert shifts[0] == 0 and len(set(shifts)) > 2
 
 
-def test_each_epoch_packs_whole_documents_in_another_order(tmp_path):
-    """0 ends them. A file ends within one. A dataset of a mixture has the order that it has alone."""
+def test_each_epoch_packs_whole_documents_in_another_order(tmp_path, monkeypatch):
+    """0 ends them. A file, and what is scanned at once, end within one. A mixture has the order of its dataset."""
+    monkeypatch.setattr("recipe.data.packed.SCANNED_AT_ONCE", 250)
     documents = [(*range(100 * number, 100 * number + 1 + number % 23), 0) for number in range(1, 60)]
     ids = np.concatenate(documents).astype(np.uint16)
     stretches = []

@@ -8,7 +8,7 @@ from helpers import read_weights
 
 from recipe.command_line import load_config
 from recipe.hardware import accelerator, probe
-from recipe.hardware.choices import Machine, choose, settle, to_measure
+from recipe.hardware.choices import Machine, choose, combine, settle, to_measure
 from recipe.hardware.probe import Measured, measure_rates
 from recipe.model.build import build_model_config
 
@@ -76,6 +76,13 @@ def test_what_auto_becomes(argv, machine, measured, label, expected):
     choice = choose(config_of(*argv.split()), Machine(**{"device_type": "cpu"} | machine), measured)[label]
     assert choice.value == expected
     assert choice.reason
+
+
+def test_what_all_processes_have_decides():
+    """Two machines: what only one of them can do is not used, and the fewest threads count."""
+    able = Machine("cpu", 2, has_bf16=True, typed_threads=4, thread_counts=(4, 8))
+    unable = dataclasses.replace(able, has_bf16=False, why_no_inductor="no g++", typed_threads=2, thread_counts=(2,))
+    assert combine([able, unable]) == combine([unable, able]) == unable
 
 
 IN_THE_CHECKPOINT = {"device_type": "cpu", "mixed_precision": "no", "dynamo_backend": "no"}

@@ -47,6 +47,8 @@ def test_flops_per_token_are_those_of_the_matmuls(config, width):
         ("NVIDIA L4", 121),
         ("NVIDIA L40S", 362),
         ("Tesla T4", 65),
+        ("NVIDIA T400 4GB", None),
+        ("NVIDIA RTX A4000", None),
         ("Unheard Of", None),
     ],
 )
