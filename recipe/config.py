@@ -217,8 +217,8 @@ class TrainConfig:
     )
     eval_steps: int | Literal["auto"] = option(
         "auto",
-        "Steps between evaluations; 0: only at the start and the end. auto: 200; if the best model is kept, also each "
-        "epoch, but 10 to 40 times in a run.",
+        "Steps between evaluations; 0: only at the start and the end. auto: 200; if the best model is kept, more "
+        "often: each epoch, or 10 to 40 times in a run.",
         PUBLIC,
         at_least=0,
     )
