@@ -70,6 +70,7 @@ def test_a_card_shows_the_numbers_of_the_run(run, dataset_dir):
         f"| train | {split['documents']:,} | {split['tokens']:,} | {split['bytes']:,} | {rows:,} |",
         metadata["content_sha256"],
         f"{start['num_parameters']:,} parameters",
+        "a vocabulary of 500 tokens",
         "4 steps, 512 tokens",
         start["environment"]["torch"],
         f"gpt2-recipe {start['environment']['gpt2_recipe']}",
