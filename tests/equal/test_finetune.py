@@ -242,9 +242,10 @@ def test_special_tokens_in_a_text_are_parsed_only_on_request(tmp_path, chat_toke
 def test_added_tokens_start_as_the_mean(tmp_path, tokenizer_dir, tie):
     """Exactly, in the embeddings and in the output matrix."""
     folder = save_small_model(tmp_path / "model", tokenizer_dir, tie_word_embeddings=tie)
-    config = TrainConfig(train_file=["a.txt"], model_name_or_path=str(folder), block_size=16)
+    dropout = {"resid_pdrop": 0.1}
+    config = TrainConfig(train_file=["a.txt"], model_name_or_path=str(folder), block_size=16, config_overrides=dropout)
     model = build_model(config, build_model_config(config, 502, 0, folder, 500), folder)
-    assert model.config.tie_word_embeddings == tie
+    assert model.config.tie_word_embeddings == tie and model.transformer.h[0].mlp.dropout.p == 0.1
     for rows in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
         assert len(rows) == 512
         assert torch.equal(rows[500:502], rows[:500].mean(dim=0).expand(2, -1))

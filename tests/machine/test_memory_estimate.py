@@ -11,7 +11,7 @@ from helpers import ROOT, reset_accelerate
 from recipe.command_line import load_config
 from recipe.hardware import memory
 from recipe.hardware.choices import Machine
-from recipe.hardware.memory import PROCESS_BYTES, MemoryPlan, estimate_bytes
+from recipe.hardware.memory import PROCESS_BYTES, MemoryPlan, estimate_bytes, measure_usable_bytes
 from recipe.hardware.trial import try_micro_batch
 from recipe.model.build import build_model, build_model_config
 from recipe.model.loss import LanguageModelingLoss
@@ -30,6 +30,11 @@ def recipe_of(size, *argv):
     on_a_gpu = ["--mixed_precision", "bf16", "--dynamo_backend", "inductor"]
     config = config_of("--config", f"gpt2_{size}", *on_a_gpu, *argv)
     return config, build_model_config(config, 50304, 0)
+
+
+def test_the_processes_of_a_machine_share_its_memory(monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda: 8 * GB)
+    assert measure_usable_bytes(torch.device("cpu"), 4) == 2 * GB
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,14 @@ def test_what_could_not_be_uploaded_is_named_and_repeated(run, hub, capsys, patt
     assert hub.files(REPO, BRANCHES[1])["optimizer.pt"] == (run / "checkpoint-4" / "optimizer.pt").read_bytes()
 
 
+def test_a_run_whose_final_model_has_not_arrived_has_failed(run, hub, capsys):
+    """Though a checkpoint has."""
+    hub.fail("POST .*/commit/main", 500, times=None)
+    assert not open_uploads(run, "--hub_strategy", "all_checkpoints").finish(4)
+    assert "published at" in capsys.readouterr().out
+    assert BRANCHES[0] in branches_of(hub) and "model.safetensors" not in hub.files(REPO)
+
+
 def test_a_failed_upload_is_tried_again_at_the_next_save(run, hub):
     hub.fail("POST .*/commit", 500, times=None)
     uploads = open_uploads(run)

@@ -130,6 +130,9 @@ def test_a_run_that_is_extended_publishes_its_newest_model_not_the_one_of_its_ea
     """It was interrupted before it exported that one. Its results are those of step 2."""
     summary = read_summary(run) | {"step": 2, "exported_step": 2}
     (run / "summary.json").write_text(json.dumps(summary))
+    tensors = safetensors.torch.load_file(run / "checkpoint-2" / "model.safetensors")
+    metadata = {"format": "pt", "step": "2", "eval_loss": str(summary["eval_loss"])}
+    safetensors.torch.save_file(tensors, run / "model.safetensors", metadata)
     assert not run_script("scripts/push_to_hub.py", run, "--hub_model_id", REPO)
     assert "step: 4" in hub.files(REPO)["README.md"].decode()
     assert hub.files(REPO)["model.safetensors"] == (run / "checkpoint-4" / "model.safetensors").read_bytes()

@@ -20,7 +20,7 @@ from recipe.publish.hub import MainBranch, decide_main
         ((None, 0, ()), "a", 2, None, "published"),
         ((None, 0, ("README.md",)), "a", 2, None, "refused"),
         ((None, 0, ("README.md",)), None, 0, None, "refused"),
-        (("b", 2, ("README.md",)), "a", 4, None, "refused"),
+        (("b", 6, ("README.md",)), "a", 4, None, "refused"),
         (("a", 2, ("README.md",)), "a", 4, None, "published"),
         (("a", 4, ("README.md",)), "a", 4, None, "published"),  # its card may name more branches
         (("a", 4, ("README.md",)), "a", 2, None, "kept"),

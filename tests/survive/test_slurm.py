@@ -89,8 +89,8 @@ def test_a_job_that_loses_a_machine_or_is_preempted_is_queued_again_and_stays_on
 
 
 def test_a_job_that_branches_continues_its_own_run_when_it_is_queued_again(tmp_path, dataset_dir, train):
-    """Not the checkpoint that it names. On one GPU, where `accelerate launch` is no torchrun, however the option of
-    the folder is spelled.
+    """Not the checkpoint that it names. On one device, where `accelerate launch` is no torchrun, however the option of
+    the folder is spelled; without GPUs, the job trains on the CPU.
     """
     start = train(*OPTIONS, "--max_steps", 5, "--save_steps", 3, output_dir=tmp_path / "base") / "checkpoint-3"
     cluster = Cluster(tmp_path, dataset_dir)
@@ -101,6 +101,7 @@ def test_a_job_that_branches_continues_its_own_run_when_it_is_queued_again(tmp_p
         job = cluster.submit("single_node.sbatch", step)
         output = cluster.preempt(job)
         assert job.returncode == 75, output
+        assert "--config_file accelerate_configs/cpu.yaml --num_processes 1 " in output
         assert len(cluster.list_requeued()) == number
     steps = list_steps(cluster.run)
     assert steps == list(range(4, steps[-1] + 1))
