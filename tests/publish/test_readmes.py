@@ -202,7 +202,7 @@ def test_the_examples_of_changes_apply_and_train(tmp_path, tokenizer_dir):
             before = "".join(f"{line[1:]}\n" for line in lines if line[0] in " -")
             after = "".join(f"{line[1:]}\n" for line in lines if line[0] in " +")
             content = (tmp_path / path).read_text()
-            assert content.count(before) == 1, path
+            assert content.count(before) == 1, f"a page shows a change of {path} that does not apply:\n{before}"
             (tmp_path / path).write_text(content.replace(before, after))
         for name in re.findall(r"^\+import recipe\.(\w+)", diff, re.MULTILINE):  # the block above it
             (module,) = [block for block in blocks("python") if f'"{name}"' in block]
