@@ -110,13 +110,10 @@ class RunState:
         return self.stage.tokens + self.stage_examples * self.stage.block_size
 
     def begin_stage(self, block_size: int, content_sha256: str) -> None:
-        """Switch to other data, from its first example. Losses on the old data no longer count."""
+        """Switch to other data, from its first example."""
         tokens = self.tokens if self.stages else 0
         self.stages = [*self.stages, Stage(block_size, content_sha256, self.step, self.examples, tokens)]
         self.position = None
-        self.losses = {}
-        self.evaluations = {}
-        self.patience_start = self.step
 
     def add_evaluation(self, values: dict[str, Any]) -> None:
         """Add the evaluation of this step. A loss that is not finite counts as infinite."""

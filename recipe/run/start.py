@@ -277,7 +277,7 @@ def load_state(run: Run, contents: CheckpointContents) -> RunState:
         set_seed(run.config.seed, device_specific=True)
     if not run.continues:
         state.run_id = gather(uuid.uuid4().hex[:12])[0]
-        state.losses = {}  # their models are in another folder
+        state.losses = {}  # their models are in another folder, and may have been measured on other data
     if not run.continues or run.changes:
         state.patience_start = state.step
     if run.continues and resume is not None and resume.repo_id is None:

@@ -123,17 +123,17 @@ def test_the_script_finds_the_scores_of_the_run_on_the_same_rows(evaluate, run, 
 
 
 def test_rows_are_as_long_as_in_the_models_run(train, evaluate, dataset, tmp_path):
-    """A run with rows shorter than its model's positions, and the script, give the same loss; an option overrides."""
+    """A run with rows shorter than its model's positions, its checkpoint and the script give the same loss."""
     start = train(*ONE_STEP, output_dir=tmp_path / "start")
     options = ["--model_name_or_path", start, "--block_size", 16, *TWO_STEPS, "--max_eval_samples", "all"]
-    run = train(*options, shape=[], output_dir=tmp_path / "run")
+    run = train(*options, "--save_steps", 2, shape=[], output_dir=tmp_path / "run")
     contexts = []
-    for folder, *typed in ((run,), (run, "--context", 8), (start,)):
+    for folder, *typed in ((run,), (run / "checkpoint-2",), (run, "--context", 8), (start,)):
         (found,) = evaluate(folder, "--dataset_dir", dataset.directory, *typed)["texts"]
         contexts.append(found["context"])
         if found["context"] == 16:
             assert found["loss"] == pytest.approx(read_events(run, "eval")[-1]["loss"], rel=1e-5)
-    assert contexts == [16, 8, BLOCK_SIZE]
+    assert contexts == [16, 16, 8, BLOCK_SIZE]
 
 
 def test_the_metric_of_the_evaluate_library_leaves_no_folder(monkeypatch, tmp_path):

@@ -19,6 +19,7 @@ from recipe.config import IDENTITY_OPTIONS, MISSING, OPTIONS, PUBLIC_OPTIONS, SC
 from recipe.errors import UserError
 from recipe.publish.card import weights_sha256
 from recipe.publish.hub import TRAINING_FILES, branch_name
+from recipe.publish.public import public_events, public_options
 from recipe.publish.uploads import HubUploads
 
 MODEL = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
@@ -101,6 +102,15 @@ def test_published_options_are_those_that_a_resumed_run_must_share(run, hub):
     for name in (*IDENTITY_OPTIONS, "global_batch_size", *SCHEDULE_OPTIONS):
         assert name in PUBLIC_OPTIONS
         assert getattr(config, name) == getattr(first, name)
+
+
+def test_the_published_length_of_a_run_that_was_limited_by_time_is_its_steps(run):
+    """Not the step of its best model."""
+    options = yaml.safe_load((run / "training_config.yaml").read_text()) | {"max_minutes": 5, "max_steps": None}
+    (run / "training_config.yaml").write_text(yaml.safe_dump(options))
+    events = public_events(run, 4)
+    next(event for event in events if event["event"] == "end")["last_step"] = 9
+    assert public_options(run, events, 4)["max_steps"] == 9
 
 
 def test_the_address_of_a_published_run_repeats_it(train, hub, jsonl_file, tokenizer_dir, tmp_path, capsys):

@@ -276,6 +276,8 @@ TWO_ROWS = {"micro_batch_size": 2, "activation_checkpointing": 0, "loss_chunks":
 FACTORS = ("per_device_train_batch_size", "gradient_accumulation_steps")  # of the batch
 AT_20 = partial(after, 20)
 BRANCH = {"before": AT_20, "branches": True}
+TEXT = METADATA["content_sha256"]
+IN_STAGE = partial(after, 20, stages=[Stage(32, "other text"), Stage(32, TEXT, step=10, examples=80)])
 OLDER = {"before": partial(after, 20, lacks=("label_smoothing_factor", "scale_attn_by_inverse_layer_idx"))}
 MIXED = {"before": partial(after, 20, data=mixture_of(0.3, 0.7))}
 
@@ -323,6 +325,7 @@ RUNS = [
     ("--max_steps 40", BRANCH | {"data": OTHER_TEXT}, ".* 320 examples, 1 changes, a new stage$"),  # 1.6 epochs of it
     ("--max_steps 20", BRANCH | {"data": OTHER_TEXT}, "refused: new data --max_steps"),
     ("--num_train_epochs 1", BRANCH | {"data": OTHER_TEXT}, ".* 33 steps, 264 examples, .*, a new stage"),
+    ("--num_train_epochs 1", {"before": IN_STAGE}, ".* 23 steps, 184 examples"),  # 80 before it, and one epoch of it
     ("--block_size 16", BRANCH, ".*, 1 changes, a new stage"),  # the model keeps its positions
     ("", BRANCH | {"model": LONGER}, "refused: n_positions 32 64; --block_size"),
     ("", BRANCH | {"data": OTHER_TOKENIZER}, "refused: --tokenizer_name run/checkpoint-20"),

@@ -58,6 +58,13 @@ def test_a_run_ends_when_its_loss_stalls_and_exports_the_best_model(train, monke
     assert "validation loss, after 4." in (run / "README.md").read_text()
 
 
+def test_an_extended_run_without_a_better_model_has_results_of_its_own(train):
+    train(*BEST, "--save_steps", 4)
+    run = train(*BEST, "--save_steps", 4, "--max_steps", 10, *AUTO)
+    summary = read_summary(run)
+    assert (summary["step"], summary["exported_step"], summary["tokens_seen"]) == (10, 4, 10 * 4 * 32)
+
+
 @pytest.mark.parametrize("killed_at", [6, 8, 10])
 def test_a_killed_run_that_resumes_remembers_the_best_model(train, monkeypatch, saves_at_once, killed_at):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
