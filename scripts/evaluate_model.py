@@ -85,7 +85,8 @@ def main() -> None:
     start_processes()
     state = PartialState()
     use_all_cores(state)
-    on_main_process(lambda: check_tasks(args.tasks))
+    if args.tasks:
+        on_main_process(lambda: check_tasks(args.tasks))
     if args.checkpoints:
         run_dir = Path(args.model).absolute()
         found = {checkpoint_step(path): evaluate(args, str(path), state) for path in list_checkpoints(run_dir)}
