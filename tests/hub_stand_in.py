@@ -33,7 +33,7 @@ class HubStandIn:
         self.faults: list[list] = []  # [regular expression, Fault, times left]
         self.lock = threading.RLock()
         self.stopped = threading.Event()
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"hub": self}))
+        self.server = Server(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"hub": self}))
         self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
 
     def __enter__(self) -> "HubStandIn":
@@ -155,6 +155,14 @@ class HubStandIn:
             if entry["oid"] not in repository.large_files:
                 entry["actions"] = {"upload": {"href": f"{self.endpoint}/lfs-storage/{repo_id}/{entry['oid']}"}}
         return {"transfer": "basic", "objects": objects}
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = False  # so that server_close() joins them
+    request_queue_size = 64
+
+    def handle_error(self, request, client_address) -> None:
+        """Print nothing about a connection that the client closed."""
 
 
 class Handler(BaseHTTPRequestHandler):
