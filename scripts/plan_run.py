@@ -2,13 +2,12 @@
 
 python scripts/plan_run.py                                    check this machine, and plan the demo for it
 python scripts/plan_run.py --config gpt2_124m --measure       another recipe, with the speed of ten training steps
-python scripts/plan_run.py --train_file a.txt --minutes 180   three models that this machine can train in that time
 python scripts/plan_run.py --config gpt2_774m --gpu a100-80gb --num_gpus 16 --price_per_hour 1.5
 python scripts/plan_run.py --config gpt2_1558m --gpu rtx4090 --num_gpus 8 --sharded     with FSDP
 
-All other options are those of training, and so is the default recipe. Only --minutes needs a text. Exits with 1 if a
-check fails. Hours and cost assume a share of the peak FLOP/s: GPT-2 124M reached 45% on one H200
-(scripts/benchmarks/first_gpu.json); others 42% on one H200 (modded-nanogpt) and 40% on one H100 (llm.c).
+All other options are those of training, and so is the default recipe. No text is needed. Exits with 1 if a check fails.
+Hours and cost assume a share of the peak FLOP/s: GPT-2 124M reached 45% on one H200 (scripts/benchmarks/first_gpu.json);
+others 42% on one H200 (modded-nanogpt) and 40% on one H100 (llm.c).
 """
 
 import argparse
@@ -17,7 +16,6 @@ import dataclasses
 import json
 import math
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -37,18 +35,17 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from recipe.command_line import load_config, load_yaml
-from recipe.config import DATA_SOURCES, LENGTHS, STANDARD_LIBRARY, TrainConfig, is_missing, write_config
+from recipe.config import DATA_SOURCES, STANDARD_LIBRARY, TrainConfig, is_missing, write_config
 from recipe.data.packed import read_metadata
 from recipe.data.tokenizer import count_ids, load_tokenizer
 from recipe.data.tokens import id_type_of
 from recipe.environment import count_cpus, describe_device
 from recipe.errors import UserError, plural, run_main, short_reason
 from recipe.hardware.accelerator import find_machine, measure_open
-from recipe.hardware.choices import PRODUCTS_SHARE, Choice, Machine, apply_choices, check_sharded, choose, in_words
+from recipe.hardware.choices import Choice, Machine, apply_choices, check_sharded, choose, in_words
 from recipe.hardware.devices import why_no_inductor
 from recipe.hardware.gpus import Gpu, find_gpu, load_gpu
 from recipe.hardware.memory import measure_usable_bytes, plan_memory
-from recipe.hardware.probe import measure_rates
 from recipe.hardware.sharding import Sharding
 from recipe.launcher import asks_for_cpu, dynamo_mode
 from recipe.metrics import read_events
@@ -62,13 +59,6 @@ TRAIN = str(Path(__file__).resolve().parents[1] / "recipe" / "train.py")
 GPT2_VOCAB_SIZE = 50257
 MEASURED_STEPS = 10
 MOST_CPU_FLOPS = 2e13  # of the measured steps: two minutes on two cores; a large batch is reduced
-# For --minutes: layers and width, with heads of 64 values. From 12 layers on, these are GPT-2's.
-SHAPES = ((2, 64), (4, 128), (6, 192), (8, 256), (8, 384), (10, 512), (12, 768), (24, 1024), (36, 1280), (48, 1600))
-# Muon's rates by width: of the demo, shakespeare_char_large and gpt2_124m_fast.
-WIDTHS = (128, 384, 768)
-RATES = (1e-2, 5e-3, 2e-3)
-TOKENS_PER_PARAMETER = 20  # as a start (Hoffmann et al. 2022)
-NUM_STEPS = 4000  # about; the demo has 2,000, and gpt2_124m_fast 7,820
 
 
 class Planned(NamedTuple):
@@ -83,9 +73,6 @@ class Planned(NamedTuple):
 
 def main() -> None:
     args, options = parse()
-    if args.minutes:
-        plan_minutes(args, options)
-        return
     planned = load_run(args.config, options)
     if args.price_per_hour and planned.config.max_steps is None:
         raise UserError("the number of steps depends on the dataset or the device; pass --max_steps")
@@ -117,7 +104,7 @@ def main() -> None:
 # ------------------------------------------------------------------ this machine
 
 
-def choose_here(planned: Planned, num_devices: int = 1, sharding: Sharding | None = None) -> tuple[Machine, Any]:
+def choose_here(planned: Planned, num_devices: int, sharding: Sharding | None) -> tuple[Machine, Any]:
     """Return this machine, and what `auto` becomes on it for the whole run."""
     config = planned.config
     device = find_device()
@@ -221,85 +208,6 @@ def describe_measured(config: TrainConfig, summary: dict[str, Any]) -> str:
         text += f" (in steps of {num_rows:,} instead of {config.global_batch_size:,} rows, which a CPU can measure)"
     hours = (config.max_steps or 0) * ms / 3.6e6
     return text + (f": {hours:,.2f} hours for {config.max_steps:,} steps" if hours else "")
-
-
-def plan_minutes(args: argparse.Namespace, options: list[str]) -> None:
-    """Measure three shapes that this machine can train in these minutes, and print the command of each."""
-    typed = sorted(typed_names(options) & set(LENGTHS))
-    if typed:
-        raise UserError(f"--minutes sets the length of the run; omit --{typed[0]}")
-    shapes = list_shapes([*options, "--max_minutes", str(args.minutes)])
-    measured = {}
-    config = shapes[-1].config
-    precision = config.mixed_precision
-    products = measure_rates(find_device(), shapes[-1].model_config, config.block_size, [precision])
-    # Until a shape is measured, FLOP/s are a guess from matrix products.
-    flops_per_second = {math.inf: PRODUCTS_SHARE * products.flops_per_second[precision]}
-
-    def count_tokens(number: int) -> float:
-        nearest = min(flops_per_second, key=lambda other: abs(other - number))  # itself, if it is measured
-        return 60 * args.minutes * flops_per_second[nearest] / shapes[number].flops_per_token
-
-    while True:
-        ratios = [count_tokens(number) / shape.num_parameters for number, shape in enumerate(shapes)]
-        best = min(range(len(shapes)), key=lambda number: abs(math.log(ratios[number] / TOKENS_PER_PARAMETER)))
-        first = max(0, min(best - 1, len(shapes) - 3))
-        three = range(len(shapes))[first : first + 3]
-        missing = [number for number in (best, *three) if number not in measured]
-        if not missing:
-            break
-        number = missing[0]
-        config = shapes[number].config
-        num_rows = 2 ** max(3, round(math.log2(count_tokens(number) / NUM_STEPS / config.block_size)))
-        shapes[number] = shapes[number]._replace(config=dataclasses.replace(config, global_batch_size=num_rows))
-        print("measuring {} layers of {} ...".format(*SHAPES[number]), file=sys.stderr)
-        measured[number] = measure_steps(args.launcher, shapes[number])
-        flops_per_second[number] = measured[number]["tokens_per_second"] * shapes[number].flops_per_token
-
-    for number in three:
-        config = shapes[number].config
-        tokens = count_tokens(number)
-        num_steps = tokens / config.tokens_per_step
-        length = ["--global_batch_size", str(config.global_batch_size), "--max_minutes", f"{args.minutes:g}"]
-        layers, width = SHAPES[number]
-        print(f"\n{layers} layers of {width}: {shapes[number].num_parameters:,} parameters, ", end="")
-        print(f"{tokens / 1e6:,.1f} M tokens,")
-        print(f"{ratios[number]:,.1f} tokens per parameter, ", end="")
-        print(f"{num_steps:,.0f} steps of {60_000 * args.minutes / num_steps:,.1f} ms", end="")
-        if config.num_train_epochs:  # would end the run early
-            num_epochs = tokens / config.block_size / measured[number]["data"]["splits"]["train"]["rows"]
-            most = math.ceil(1.25 * num_epochs)  # the speed may differ
-            if most > config.num_train_epochs:
-                length += ["--num_train_epochs", str(most)]
-                print(f"\n{num_epochs:,.1f} epochs of this text: more text would be better", end="")
-        launch = ["accelerate", "launch", *args.launcher, os.path.relpath(TRAIN)]
-        parts = filter(None, [launch, options, shape_options(layers, width), length])
-        print("\n" + " \\\n    ".join(map(shlex.join, parts)))
-
-
-def list_shapes(options: list[str]) -> list[Planned]:
-    """Return the runs of the shapes that fit into this machine's memory, with what `auto` becomes here."""
-    shapes = []
-    for shape in SHAPES:
-        config = load_config([*options, *shape_options(*shape)]).config
-        if config.optim != "muon" or config.model_name_or_path or config.model_type not in (None, "gpt2"):
-            known = "GPT-2 with --optim muon, from random weights; use the demo, or --config gpt2_124m_fast"
-            raise UserError(f"--minutes knows the learning rates of {known}")
-        planned = add_model(config)
-        machine, choices = choose_here(planned)
-        planned = planned._replace(config=apply_choices(config, choices, machine))
-        usable = measure_usable_bytes(find_device(), 1)
-        if shapes and not plan_memory(planned.config, planned.model_config, machine, usable):
-            break
-        shapes.append(planned)
-    return shapes
-
-
-def shape_options(layers: int, width: int) -> list[str]:
-    """Return the options of a shape. Its rate is interpolated, and falls in proportion to the width beyond."""
-    rate = np.exp(np.interp(np.log(width), np.log(WIDTHS), np.log(RATES))) * min(1.0, WIDTHS[-1] / width)
-    shape = f"n_layer={layers},n_head={width // 64},n_embd={width}"
-    return ["--config_overrides", shape, "--learning_rate", f"{rate:.2g}"]
 
 
 # ------------------------------------------------------------------ the plan
@@ -422,7 +330,6 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser = CommandLine(description="Plan a run. All other options are options of recipe/train.py.")
     parser.add_argument("--config", type=as_path, help="recipe (default: that of recipe/train.py)")
     parser.add_argument("--measure", action="store_true", help="train ten steps here: memory, speed, hours to finish")
-    parser.add_argument("--minutes", type=float, help="find three shapes of GPT-2 to train here in this time")
     parser.add_argument("--config_file", type=as_path, help="Accelerate config of the measured steps (default: yours)")
     parser.add_argument("--gpu", help="plan for a100-80gb, h100, rtx4090, t4, ... (an unknown name lists all)")
     parser.add_argument("--num_gpus", type=int, help="GPUs of the run (default: all; with --gpu, 1)")
@@ -431,11 +338,11 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--price_per_hour", type=float, help="dollars per GPU and hour")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON, in bytes, without the checks")
     args, options = parser.parse_with_run_options()
-    for name, most in {"num_gpus": 1e6, "mfu": 1, "price_per_hour": 1e6, "minutes": 1e6}.items():
+    for name, most in {"num_gpus": 1e6, "mfu": 1, "price_per_hour": 1e6}.items():
         value = getattr(args, name)
         if value is not None and not 0 < value <= most:
             raise UserError(f"{name} must be above 0 and at most {most:,.0f}, got {value:g}")
-    if args.gpu and (args.measure or args.minutes):
+    if args.gpu and args.measure:
         raise UserError("--gpu is a machine that is not here, where nothing can be measured; omit it")
     if args.num_gpus is None:
         args.num_gpus = 1 if args.gpu or find_device().type != "cuda" else torch.cuda.device_count()

@@ -1,19 +1,15 @@
 """The check of this machine, and plans: the table of GPUs, and arithmetic by hand."""
 
 import json
-import math
 import re
-import shlex
 import subprocess
 from unittest import mock
 
 import pytest
 import torch
-from helpers import PLAIN, ROOT, load_program, run_script
+from helpers import ROOT, load_program, run_script
 from transformers import Qwen3Config
 
-from recipe.command_line import load_config
-from recipe.config import TrainConfig
 from recipe.errors import UserError
 from recipe.hardware.gpus import GPUS, find_gpu, load_gpu
 
@@ -125,56 +121,6 @@ def test_ten_steps_take_minutes_on_a_cpu(program, monkeypatch):
     assert saved.call_args.args[0].global_batch_size == 2 and saved.call_args.args[0].max_steps == 10
     text = program.describe_measured(planned.config, MEASURED | {"tokens_per_second": 1, "num_rows": 2})
     assert {"2", "512"} <= {*text.split()}
-
-
-@pytest.fixture
-def plan_minutes(program, monkeypatch, capsys):
-    """Return what `--minutes` prints, and what was measured, for a text of a million tokens."""
-
-    def run(minutes: float, options: str = "") -> tuple[list[TrainConfig], dict]:
-        speeds = {}
-
-        def measure(_, planned):  # 1e11 FLOP/s, fewer in narrow models
-            layers, width = (planned.config.config_overrides[name] for name in ("n_layer", "n_embd"))
-            speed = 1e11 / 6 / (12 * layers * width**2 + 2048 * width) * width / (100 + width)
-            speeds[layers, width] = speed
-            return {"tokens_per_second": speed, "data": {"splits": {"train": {"rows": 1e6 / 256}}}}
-
-        monkeypatch.setattr(program, "measure_steps", measure)
-        monkeypatch.setattr("sys.argv", [SCRIPT, "--minutes", str(minutes), *PLAIN, *options.split()])
-        program.main()
-        commands = re.findall(r"^accelerate launch (?:.*\\\n)*.*", capsys.readouterr().out, re.MULTILINE)
-        return [load_config(shlex.split(command.replace("\\\n", ""))[3:])[0] for command in commands], speeds
-
-    return run
-
-
-@pytest.mark.parametrize("minutes", [1, 30, 600])
-def test_three_shapes_are_trained_on_about_twenty_tokens_per_parameter(plan_minutes, minutes):
-    """Each command keeps the options and trains the whole time, in thousands of steps."""
-    configs, speeds = plan_minutes(minutes, "--seed 7")
-    ratios = []
-    for config in configs:
-        shape = config.config_overrides
-        tokens = 60 * minutes * speeds[shape["n_layer"], shape["n_embd"]]
-        assert (config.seed, config.max_minutes) == (7, minutes)
-        assert config.num_train_epochs >= 1.2 * tokens / 1e6  # the clock ends the run
-        assert config.global_batch_size == 8 or 2000 < tokens / config.tokens_per_step < 8000
-        ratios.append(tokens / (12 * shape["n_layer"] * shape["n_embd"] ** 2 + (2048 + 256) * shape["n_embd"]))
-    nearest = min(range(3), key=lambda number: abs(math.log(ratios[number] / 20)))
-    assert len(speeds) <= 6 and ratios == sorted(ratios, reverse=True)
-    assert nearest == (0 if minutes == 1 else 1)  # in a minute, the smallest has the most
-
-
-def test_a_shape_that_does_not_fit_into_memory_ends_the_ladder(program, plan_minutes, monkeypatch):
-    """Weights, gradients and the moments of 305 M parameters take more than 4 GB, those of 86 M less."""
-    monkeypatch.setattr(program, "measure_usable_bytes", lambda *_: 4e9)
-    assert plan_minutes(1e5)[0][-1].config_overrides["n_embd"] == 768
-
-
-def test_the_rate_of_a_width_is_that_of_our_recipes(program):
-    rates = [float(program.shape_options(2, width)[-1]) for width in (64, 128, 222, 384, 768, 1536)]
-    assert rates == pytest.approx([1e-2, 1e-2, math.sqrt(1e-2 * 5e-3), 5e-3, 2e-3, 1e-3], rel=0.01)
 
 
 @pytest.mark.parametrize(("options", "expected"), [("", 4), ("--num_gpus 2", 2), ("--gpu t4", 1)])

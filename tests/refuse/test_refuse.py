@@ -184,8 +184,6 @@ SCRIPTS = [
     (f"{PLAN} --gpu t4 --num-gpus 0", "num_gpus 0"),  # with hyphens, as all programs
     (f"{PLAN} --gpu t4 --mfu 40", "mfu 1, 40"),
     (f"{PLAN} --gpu t4 --measure", "--gpu"),
-    (f"{PLAN} --minutes 1 --max_steps 5", "--minutes --max_steps"),
-    (f"{PLAN} --minutes 1 --config gpt2_124m --dataset_dir data", "--minutes muon,"),
     (f"{PLAN} --gpu rtx3060 --config gpt2_1558m", "12.5"),
     (f"{PLAN} --gpu h100 --price_per_hour 2", "--max_steps"),
     (f"{LADDER} --rungs flush", "--rungs: 'flush'"),
