@@ -5,9 +5,9 @@ python scripts/plan_run.py --config gpt2_124m --measure       another recipe, wi
 python scripts/plan_run.py --config gpt2_774m --gpu a100-80gb --num_gpus 16 --price_per_hour 1.5
 python scripts/plan_run.py --config gpt2_1558m --gpu rtx4090 --num_gpus 8 --sharded     with FSDP
 
-All other options are those of training, and so is the default recipe. No text is needed. Exits with 1 if a check fails.
-Hours and cost assume a share of the peak FLOP/s: GPT-2 124M reached 45% on one H200 (scripts/benchmarks/first_gpu.json);
-others 42% on one H200 (modded-nanogpt) and 40% on one H100 (llm.c).
+All other options are those of training, and so is the default recipe. No text is needed. Exits with 1 if a check
+fails. Hours and cost assume a share of the peak FLOP/s: GPT-2 124M reached 45% on one H200
+(scripts/benchmarks/first_gpu.json); others 42% on one H200 (modded-nanogpt) and 40% on one H100 (llm.c).
 """
 
 import argparse
