@@ -22,8 +22,6 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from recipe.checkpoint import seal_checkpoint
-
 ROOT = Path(__file__).parent.parent
 BLOCK_SIZE = 32
 VOCAB_SIZE = 500  # padded to 512
@@ -176,11 +174,6 @@ def read_weights(folder: Path) -> bytes:
     """Return the bytes of the weights, without the header of their file, which names a step and a loss."""
     content = (folder / "model.safetensors").read_bytes()
     return content[8 + int.from_bytes(content[:8], "little") :]
-
-
-def reseal(checkpoint: Path) -> None:
-    """Let the manifest fit what is in a checkpoint now."""
-    seal_checkpoint(checkpoint)
 
 
 def read_words(capsys) -> str:

@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import CPU_ONLY, TINY, default_arguments, load_program, make_documents, reseal, run_training
+from helpers import CPU_ONLY, TINY, default_arguments, load_program, make_documents, run_training
 from refusals import check_refusal
 from safetensors.torch import load_file, save_file
 from small_model import save_small_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertGenerationConfig, BloomConfig, LlamaConfig
 
+from recipe.checkpoint import seal_checkpoint
 from recipe.data.prepare import prepare_dataset
 from recipe.data.source import TextSource
 from recipe.data.tokenizer import load_tokenizer, train_tokenizer
@@ -274,7 +275,7 @@ def make_runs() -> None:
     """Train a run, and damage its checkpoint."""
     run_training([*default_arguments(Path("data"), Path("damaged"), TINY), "--save_steps", 4, "--max_eval_samples", 4])
     Path("damaged", "checkpoint-4", "optimizer.pt").write_bytes(b"of another version, say")
-    reseal(Path("damaged", "checkpoint-4"))
+    seal_checkpoint(Path("damaged", "checkpoint-4"))
 
 
 @pytest.fixture

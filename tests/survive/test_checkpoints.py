@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 from faults import AUTO, at_call, change_json
-from helpers import list_steps, read_weights, reseal
+from helpers import list_steps, read_weights
 
 import recipe.checkpoint
 from recipe.checkpoint import CheckpointSaver, clean_checkpoints, read_state, seal_checkpoint, why_damaged
@@ -96,13 +96,13 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_one_of_the_two(finished, m
     """The old or the new one of the same step is found again, whichever operation the kill precedes."""
     checkpoint = finished / "checkpoint-4"
     change_json(checkpoint / "training_state.json", run_id="old")
-    reseal(checkpoint)
+    seal_checkpoint(checkpoint)
 
     def replace_and_die():
         with replaced(checkpoint) as partial:
             shutil.copytree(checkpoint, partial)
             change_json(partial / "training_state.json", run_id="new")
-            reseal(partial)
+            seal_checkpoint(partial)
             at_call(pytest.MonkeyPatch(), module, operation, 1, lambda: os._exit(9))
 
     process = multiprocessing.get_context("fork").Process(target=replace_and_die)
